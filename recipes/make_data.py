@@ -87,6 +87,13 @@ def asked(draw: random.Random, words: list[str]) -> Row:
     return {"prompt": f"Take the words {' '.join(words)} and {request}.", "answer": solve(task, words)}
 
 
+def feedback(draw: random.Random, words: list[str]) -> Row:
+    """One answer with a thumb up or down, such as users leave."""
+    pair = preference(draw, words)
+    good = draw.random() < 0.5
+    return {"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good}
+
+
 def conversation(*messages: Row) -> Row:
     return {"messages": list(messages)}
 
@@ -127,6 +134,7 @@ def make(folder: Path, exercises: int = 20_000) -> None:
     write(folder / "reviews.jsonl", (review(draw) for _ in range(600)))
     write(folder / "preferences.jsonl", (preference(draw, words) for words in lists(600)))
     write(folder / "asked.jsonl", (asked(draw, words) for words in lists(1000)))
+    write(folder / "feedback.jsonl", (feedback(draw, words) for words in lists(900)))
 
 
 if __name__ == "__main__":

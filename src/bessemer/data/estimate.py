@@ -17,6 +17,7 @@ from bessemer.plan.decide import decide_vocab
 from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import SourceSize
 from bessemer.spec.data import SourceSpec
+from bessemer.spec.preference import PREFERENCES
 from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 
@@ -32,7 +33,8 @@ def estimate_sizes(spec: RunSpec) -> dict[str, SourceSize]:
         return {}
     sizes = {name: estimate_size(source) for name, source in spec.data.sources.items() if source.path != ["python"]}
     answers = spec.rl.samples * spec.rl.epochs if spec.objective in RL_OBJECTIVES else 1
-    if spec.objective in ("dpo", *RL_OBJECTIVES) and isinstance(
+    padded = spec.objective in RL_OBJECTIVES or (spec.objective in PREFERENCES and spec.data.packing != "best_fit")
+    if (pairs or spec.objective in RL_OBJECTIVES) and isinstance(
         spec.data.context, int
     ):  # a row for each pair or answer
         sizes = {

@@ -20,6 +20,7 @@ from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_r
 from bessemer.plan.search.layout import ONE_PROCESS, Layout
 from bessemer.spec.mixture import Mixture
 from bessemer.spec.model import model_shape
+from bessemer.spec.preference import PREFERENCES
 from bessemer.spec.quantity import human_count, human_time, span_steps
 from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
@@ -214,9 +215,10 @@ def decide_batch(
             rows = spec.rl.step_prompts * spec.rl.samples
             reason = f"{spec.rl.step_prompts} prompts x {spec.rl.samples} answers; several share a row"
             batch = plan.add(key, rows * context, reason, "asked")
-        elif spec.objective == "dpo":
+        elif spec.objective in PREFERENCES:
             recipe, pairs = dpo(shape.parameters), sft_batch_rows(tokens / context)
-            reason = f"{pairs} pairs: at most {recipe.value.settings['batch_rows']}"
+            kind = "pairs" if spec.objective == "dpo" else "answers"
+            reason = f"{pairs} {kind}: at most {recipe.value.settings['batch_rows']}"
             reason += f", fewer if the run would have less than {SFT_STEPS} steps"
             batch = plan.choose(key, spec.budget.batch, (pairs * context, reason, recipe.source), recipe.basis)
         else:
@@ -241,8 +243,8 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
     if spec.objective in RL_OBJECTIVES and budget.tokens == "auto":
         reason = "one pass over the prompts; budget.steps or epochs sets another length"
         return int(plan.add("budget.tokens", corpus_tokens, reason, "rule", "open question"))
-    if spec.objective in ("classify", "sft", "dpo"):
-        recipe = dpo(shape.parameters) if spec.objective == "dpo" else sft(shape.parameters)
+    if spec.objective in ("classify", "sft", *PREFERENCES):
+        recipe = dpo(shape.parameters) if spec.objective in PREFERENCES else sft(shape.parameters)
         if spec.objective == "classify":
             recipe = classify(shape.parameters, is_continued(spec))
         epochs = recipe.value.settings["epochs"]
@@ -267,13 +269,13 @@ def decide_lr(
         recipe = classify(shape.parameters, trained=True)
         rate = (recipe.value.settings["learning_rate"], "usual for a new head on trained weights", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
-    released = spec.objective == "dpo" or (spec.objective == "sft" and shape.parameters >= SFT_SMALLEST)
+    released = spec.objective in PREFERENCES or (spec.objective == "sft" and shape.parameters >= SFT_SMALLEST)
     if spec.objective in RL_OBJECTIVES and shape.parameters >= SFT_SMALLEST and name in ("adamw", "adam"):
         recipe = ppo() if spec.objective == "ppo" else grpo(shape.parameters)
         rate = (recipe.value.settings["learning_rate"], "usual for answers sampled from the model", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
     if released and continued and name in ("adamw", "adam"):
-        recipe = dpo(shape.parameters) if spec.objective == "dpo" else sft(shape.parameters)
+        recipe = dpo(shape.parameters) if spec.objective in PREFERENCES else sft(shape.parameters)
         rate = (recipe.value.settings["learning_rate"], "of released models, by size", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
     # The laws are not valid for the few tokens of a continued run.
@@ -310,8 +312,8 @@ def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan)
         if steps >= total_steps:
             raise UserError(f"schedule.warmup: {steps:,} steps are the whole run of {total_steps:,}: write 2%")
         return steps
-    if spec.objective in ("sft", "dpo"):
-        recipe = dpo(1e9) if spec.objective == "dpo" else sft(1e9)
+    if spec.objective in ("sft", *PREFERENCES):
+        recipe = dpo(1e9) if spec.objective in PREFERENCES else sft(1e9)
         share = recipe.value.settings["warmup"]
         steps = max(1, round(share * total_steps))
         return int(plan.add("schedule.warmup", steps, f"{share:.0%} of the steps", recipe.source, recipe.basis))

@@ -21,6 +21,7 @@ from bessemer.spec.classify import as_classifier
 from bessemer.spec.document import YamlDocument, apply_override
 from bessemer.spec.load import SpecError, validate
 from bessemer.spec.model import model_shape
+from bessemer.spec.preference import PREFERENCES
 from bessemer.spec.quantity import human_count, human_time, parse_count, parse_duration
 from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
@@ -157,7 +158,7 @@ def fixed_degrees(spec: RunSpec) -> FixedDegrees:
 def depends_on_data(spec: RunSpec) -> bool:
     """Whether the length of the run follows from the size of its data."""
     by_rows = (
-        spec.objective in ("sft", "classify", "dpo", *RL_OBJECTIVES)
+        spec.objective in ("sft", "classify", *PREFERENCES, *RL_OBJECTIVES)
         and spec.budget.steps is None
         and spec.budget.tokens == "auto"
     )

@@ -140,7 +140,7 @@ def check_conversations(spec: RunSpec) -> Iterator[Problem]:
     if chats:
         lists.append((("data", "clean"), spec.data.clean))
     for name, source in spec.data.sources.items():
-        if "chosen" in (source.columns or {}) and spec.objective in OBJECTIVES and spec.objective != "dpo":
+        if source.compares and spec.objective in OBJECTIVES and spec.objective not in ("dpo", "kto"):
             problem = f"objective: {spec.objective} would learn the rejected answers too"
             yield ("data", "sources", name, "columns"), f"{problem}: name an objective that compares them"
         if source.message_weights and spec.objective != "sft":

@@ -26,7 +26,7 @@ from bessemer.spec.distill import DistillSpec
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.model import DropoutSpec, LossSpec, ModelSpec, ObjectiveSpec, OtherModelSpec
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
-from bessemer.spec.preference import DpoSpec
+from bessemer.spec.preference import DpoSpec, KtoSpec
 from bessemer.spec.quantity import (
     AutoBatch,
     AutoCount,
@@ -223,7 +223,7 @@ class SftSpec(SpecSection):
     )
 
 
-OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo", *RL_OBJECTIVES)
+OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo", "kto", *RL_OBJECTIVES)
 
 
 class RunSpec(SpecSection):
@@ -234,7 +234,7 @@ class RunSpec(SpecSection):
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
         "pretrain",
-        "pretrain, sft, classify, distill, dpo, grpo, rloo, reinforce, ppo, raft, or your own class: "
+        "pretrain, sft, classify, distill, dpo, kto, grpo, rloo, reinforce, ppo, raft, or your own class: "
         "path/to/file.py:Class or module:Class; {dpo: {loss: ipo}} is short for the objective and its section",
         "sft",
     )
@@ -245,6 +245,7 @@ class RunSpec(SpecSection):
     distill: DistillSpec = section(DistillSpec, "with objective: distill: how the teacher is compared")
     dpo: DpoSpec = section(DpoSpec, "with objective: dpo: the loss of pairs")
     rl: RlSpec = section(RlSpec, "with objective: grpo, rloo, reinforce, ppo or raft: rollouts and rewards")
+    kto: KtoSpec = section(KtoSpec, "with objective: kto: the loss of answers with labels")
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}

@@ -86,7 +86,8 @@ def _with_optional(source: SourceSpec, records: list[dict[str, Any]]) -> SourceS
 
 
 def recognise_pairs(source: SourceSpec) -> SourceSpec:
-    """The source with the columns of its preference pairs, if its first rows have TRL's and the spec names none."""
+    """The source with the columns of its pairs or labelled answers, if its first rows have TRL's and the spec names
+    none."""
     if source.names_content:
         return source
     for file in list_files(source)[:FIRST_ROWS]:
@@ -96,6 +97,8 @@ def recognise_pairs(source: SourceSpec) -> SourceSpec:
             continue
         if "chosen" in record and "rejected" in record:
             return _with(source, columns={name: name for name in ("prompt", "chosen", "rejected") if name in record})
+        if all(name in record for name in ("prompt", "completion", "label")):
+            return _with(source, columns={name: name for name in ("prompt", "completion", "label")})
     return source
 
 
