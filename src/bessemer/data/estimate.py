@@ -34,9 +34,7 @@ def estimate_sizes(spec: RunSpec) -> dict[str, SourceSize]:
     sizes = {name: estimate_size(source) for name, source in spec.data.sources.items() if source.path != ["python"]}
     answers = spec.rl.samples * spec.rl.epochs if spec.objective in RL_OBJECTIVES else 1
     padded = spec.objective in RL_OBJECTIVES or (spec.objective in PREFERENCES and spec.data.packing != "best_fit")
-    if (pairs or spec.objective in RL_OBJECTIVES) and isinstance(
-        spec.data.context, int
-    ):  # a row for each pair or answer
+    if padded and isinstance(spec.data.context, int):  # a row for each pair or answer
         sizes = {
             name: replace(size, tokens=size.documents * spec.data.context * answers, sequences=size.documents)
             for name, size in sizes.items()

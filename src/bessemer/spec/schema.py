@@ -61,8 +61,8 @@ class CheckpointSpec(SpecSection):
     keep_last: int = setting(2, "number of newest checkpoints to keep", 2, ge=1, le=1_000_000)
     keep_best: bool = setting(
         True,
-        "also keep the checkpoint with the best validation: the lowest loss, of preferences the highest accuracy, of RL "
-        "the highest reward (or judge); every new best is saved, in addition to `every`",
+        "also keep the checkpoint with the best validation: the lowest loss, of preferences the highest accuracy, "
+        "of RL the highest reward (or judge); every new best is saved, in addition to `every`",
         True,
     )
     keep_every: StepCount | None = setting(None, "also keep the first checkpoint of every N steps", 10000)
