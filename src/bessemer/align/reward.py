@@ -1,8 +1,9 @@
 """The objective of reward models: Bradley-Terry on preference pairs, with TRL's margins and centring.
 
-A row of the batch holds one pair, the chosen answer's document and then the rejected one's. The model reads a document's
-own tokens, as a classifier does, and scores its last one. Several heads on one trunk are an ensemble (bootstrapped, Osband
-et al. 2016): their mean is the reward, their standard deviation the uncertainty. Legend: R rows, T columns, K heads.
+A row of the batch holds one pair, the chosen answer's document and then the rejected one's. The model reads a
+document's own tokens, as a classifier does, and scores its last one. Several heads on one trunk are an ensemble
+(bootstrapped, Osband et al. 2016): their mean is the reward, their standard deviation the uncertainty. Legend: R rows,
+T columns, K heads.
 """
 
 from __future__ import annotations

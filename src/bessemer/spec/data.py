@@ -165,7 +165,8 @@ class SourceSpec(ShortSection, short="path"):
     columns: dict[str, str] | None = setting(
         None,
         "columns by what they are for: text (instead of text_field), words, label; prompt with completion, or with "
-        "chosen and rejected (and their margin, for objective: reward); instruction, input and output; system; tools (JSON schemas, for the chat template)",
+        "chosen and rejected, and their margin (objective: reward); instruction, input and output; system; tools (JSON "
+        "schemas, for the chat template)",
         {"text": "review", "label": "sentiment"},
     )
     chat_format: ChatFormat | None = setting(

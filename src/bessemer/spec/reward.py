@@ -28,8 +28,8 @@ class RewardSpec(SpecSection):
     )
     center_rewards_coefficient: Annotated[float, Field(ge=0, le=1000)] | Literal["auto"] = setting(
         "auto",
-        "weight of the squared sum of a pair's rewards, which keeps their mean near 0 (Eisenstein et al. 2023); auto is "
-        "0, and 0.01 with several heads, whose scores are comparable only then",
+        "weight of the squared sum of a pair's rewards, which keeps their mean near 0 (Eisenstein et al. 2023); auto "
+        "is 0, and 0.01 with several heads, whose scores are comparable only then",
         0.01,
     )
     smoothing: float = setting(0.0, "assumed share of pairs whose answers are exchanged", 0.1, ge=0, lt=0.5)
