@@ -33,14 +33,15 @@ def calibration_table(differences_N: Tensor) -> Tensor:
 
 
 def summarise_calibration(table: Tensor) -> dict[str, Any]:
-    """`ece`, the expected calibration error; `temperature` and `ece_scaled` with it; and the `reliability` table, a row
-    [confidence, accuracy, pairs] for each bin with pairs."""
+    """`ece`, the expected calibration error; `temperature` and `ece_scaled` with it, unless all pairs are right or all
+    wrong, which no temperature fits; and the `reliability` table, a row [confidence, accuracy, pairs] for each bin with
+    pairs."""
     rows = table.double().numpy()
     best = int(np.argmin(rows[:, 0]))
-    return {
-        "ece": expected_error(rows[_PLAIN]), "temperature": float(TEMPERATURES[best]),
-        "ece_scaled": expected_error(rows[best]), "reliability": reliability(rows[_PLAIN]),
-    }  # fmt: skip
+    summary: dict[str, Any] = {"ece": expected_error(rows[_PLAIN]), "reliability": reliability(rows[_PLAIN])}
+    if 0 < best < len(TEMPERATURES) - 1:
+        summary |= {"temperature": round(float(TEMPERATURES[best]), 3), "ece_scaled": expected_error(rows[best])}
+    return summary
 
 
 def expected_error(sums: np.ndarray) -> float:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bessemer.align.reward import ScoredTokens
+from bessemer.align.bradley_terry import ScoredTokens
 from bessemer.data.tokenizer.chat import Message, render_batch
 from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
@@ -59,28 +59,32 @@ class RewardModel:
 
     def score_with_std(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[tuple[float, float]]:
         """The mean and the standard deviation over the heads; 0 with one head."""
-        if not prompts:
+        conversations = [
+            [*_turns(prompt, "user"), *_turns(completion, "assistant")]
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        return self.score_conversations(conversations)
+
+    def score_conversations(self, conversations: Sequence[Sequence[Message]]) -> list[tuple[float, float]]:
+        """The same of conversations whose last turn is the answer."""
+        if not conversations:
             return []
-        scores_NK = self.head_scores(prompts, completions)
+        scores_NK = self.head_scores(conversations)
         std_N = scores_NK.std(1) if self.heads > 1 else torch.zeros(len(scores_NK))
         return list(zip(scores_NK.mean(1).tolist(), std_N.tolist(), strict=True))
 
     @torch.no_grad()
-    def head_scores(self, prompts: Sequence[Text], completions: Sequence[Text]) -> Tensor:
+    def head_scores(self, conversations: Sequence[Sequence[Message]]) -> Tensor:
         """(N, K) the score of every head, on the CPU in float32."""
-        ids = self.encode(prompts, completions)
+        ids = self.encode(conversations)
         scores_NK = torch.empty(len(ids), self.heads)
         for batch in _batches(ids):
             scores_NK[batch] = self._forward([ids[i] for i in batch])
         return scores_NK
 
-    def encode(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[list[int]]:
+    def encode(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
         """The tokens that the model reads of each conversation: those that it was trained on."""
         loaded = self.loaded
-        conversations = [
-            [*_turns(prompt, "user"), *_turns(completion, "assistant")]
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
         rendered = render_batch(conversations, loaded.tokenizer, loaded.template or "none")
         texts = [self.scored.of_text(ids.tolist(), loaded.tokenizer.eos_id) for ids, _ in rendered]
         most = loaded.model.shape.max_positions if loaded.model.shape.positions == "learned" else None

@@ -17,6 +17,7 @@ import typer
 
 from bessemer import __version__
 from bessemer.cli import (
+    align,
     bench,
     chaos,
     checkpoints,
@@ -63,6 +64,7 @@ app.command("generate")(generate.generate)
 app.command("evaluate")(model.evaluate)
 app.command("export")(model.export)
 app.add_typer(model.app, name="model")
+app.add_typer(align.app, name="align")
 app.add_typer(spec.app, name="spec")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)

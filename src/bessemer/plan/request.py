@@ -21,7 +21,7 @@ from bessemer.spec.document import YamlDocument, apply_override
 from bessemer.spec.load import SpecError, validate
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count, human_time, parse_count, parse_duration
-from bessemer.spec.reward import with_label_head
+from bessemer.spec.reward_model import with_label_head
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bessemer.align.dpo import Dpo
-from bessemer.align.reward import Reward, ScoredTokens
+from bessemer.align.bradley_terry import BradleyTerry, ScoredTokens
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.rows import StoreRows
@@ -60,14 +60,14 @@ def make_classify(spec: RunSpec, stream: Stream, shape: ModelShape) -> Classify:
     return Classify(spec.classify, shape.causal, spec.optimizer.clip, dropout_seed(spec), spread)
 
 
-def make_reward(spec: RunSpec, tokenizer: Tokenizer, shape: ModelShape) -> Reward:
+def make_reward(spec: RunSpec, tokenizer: Tokenizer, shape: ModelShape) -> BradleyTerry:
     if not shape.causal:
         raise UserError(
             f"model.hf: {spec.model.hf} attends to both sides: objective: reward scores the last token of a causal "
             "decoder; for a score of each text write objective: classify with problem: regression"
         )
     scored = ScoredTokens.of_folder(Path(spec.model.hf) if spec.model.hf else None, tokenizer)
-    return Reward(spec.reward, scored, spec.optimizer.clip, spec.seed, dropout_seed(spec))
+    return BradleyTerry(spec.reward, scored, spec.optimizer.clip, spec.seed, dropout_seed(spec))
 
 
 def dropout_seed(spec: RunSpec) -> int | None:

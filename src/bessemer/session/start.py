@@ -37,7 +37,7 @@ from bessemer.session.preferences import log_preferences, with_preference_defaul
 from bessemer.session.sft import log_sft, with_sft_defaults
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count
-from bessemer.spec.reward import with_label_head
+from bessemer.spec.reward_model import with_label_head
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import measure_machine

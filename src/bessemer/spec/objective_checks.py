@@ -8,7 +8,7 @@ from bessemer.spec.distill import DistillSpec
 from bessemer.spec.document import KeyPath
 from bessemer.spec.model import BASE, ObjectiveSpec
 from bessemer.spec.preference import DpoSpec
-from bessemer.spec.reward import RewardSpec
+from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 
 Problem = tuple[KeyPath, str]
@@ -91,7 +91,7 @@ def check_dpo(spec: RunSpec) -> Iterator[Problem]:
 
 def check_reward(spec: RunSpec) -> Iterator[Problem]:
     if spec.objective != "reward":
-        if spec.reward != RewardSpec():
+        if spec.reward != RewardModelSpec():
             yield ("reward",), f"has no effect with objective: {spec.objective}: write objective: reward, or remove it"
         return
     yield from _check_pairs(spec)

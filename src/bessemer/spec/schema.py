@@ -45,7 +45,7 @@ from bessemer.spec.quantity import (
     section,
     setting,
 )
-from bessemer.spec.reward import RewardSpec
+from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.text_steps import StepSpec
 
 
@@ -244,7 +244,7 @@ class RunSpec(SpecSection):
     sft: SftSpec | None = setting(None, "with objective: sft: its settings", {"neftune": 5.0})
     distill: DistillSpec = section(DistillSpec, "with objective: distill: how the teacher is compared")
     dpo: DpoSpec = section(DpoSpec, "with objective: dpo: the loss of pairs")
-    reward: RewardSpec = section(RewardSpec, "with objective: reward: the reward model")
+    reward: RewardModelSpec = section(RewardModelSpec, "with objective: reward: the reward model")
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}

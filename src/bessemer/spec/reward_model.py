@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bessemer.spec.schema import RunSpec
 
 
-class RewardSpec(SpecSection):
+class RewardModelSpec(SpecSection):
     """A Bradley-Terry reward model from preference pairs (`objective: reward`). A source's column `margin`, if it names
     one, is subtracted from the difference of the two rewards."""
 

@@ -27,7 +27,7 @@ from bessemer.data.stream.order import chain
 from bessemer.data.tokenizer.tokenizer import Tokenizer, hf_prompt_format, pad_token_id
 from bessemer.guard.judge import JudgedNumber
 from bessemer.model.transformer import Decoder
-from bessemer.spec.reward import RewardSpec
+from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.train.classify import LEAST_NORM, WRONG_ROW
 from bessemer.train.objective import ElementLosses, ModelInputs, Objective, ValidationSums
 from bessemer.train.objectives import PADDING, ObjectiveBatch, pieces
@@ -65,12 +65,12 @@ class ScoredTokens:
         return [self.first, *ids] if begun and self.first is not None else ids
 
 
-class Reward(Objective):
+class BradleyTerry(Objective):
     """`clip` is the limit of the gradient norm, `seed` that of the bootstrap. Metrics are means over pairs, of the mean
     of the heads: accuracy, margin (chosen minus rejected), mean_reward, and ensemble_std over the heads."""
 
     def __init__(
-        self, spec: RewardSpec, scored: ScoredTokens, clip: float, seed: int = 0, dropout_seed: int | None = None
+        self, spec: RewardModelSpec, scored: ScoredTokens, clip: float, seed: int = 0, dropout_seed: int | None = None
     ) -> None:
         super().__init__(dropout_seed=dropout_seed)
         self.spec, self.scored, self.seed = spec, scored, seed
@@ -151,7 +151,7 @@ class Reward(Objective):
         return numbers if sums.table is None else numbers | summarise_calibration(sums.table)
 
 
-def pair_losses(chosen: Tensor, rejected: Tensor, spec: RewardSpec, margin: Tensor | None = None) -> Tensor:
+def pair_losses(chosen: Tensor, rejected: Tensor, spec: RewardModelSpec, margin: Tensor | None = None) -> Tensor:
     """The negative log-likelihood of each preference (Bradley and Terry 1952), with the margin of Llama 2, conservative
     smoothing and the centring of Eisenstein et al. 2023. Element by element."""
     difference = chosen - rejected if margin is None else chosen - rejected - margin.to(chosen.dtype)
