@@ -154,7 +154,9 @@ def _load(chain: Chain, document: YamlDocument, run: str, name: str, source: str
     make = _make(chain, document, name)
     spec = validate(document)
     if make and spec.model.hf is None:
-        raise SpecError([f"{document.name}: make: samples from a trained model: write from: STAGE or model: {{hf: FOLDER}}"])
+        raise SpecError(
+            [f"{document.name}: make: samples from a trained model: write from: STAGE or model: {{hf: FOLDER}}"]
+        )
     if unknown := [need for need in needs if need not in [stage.name for stage in chain.stages]]:
         raise SpecError([f"{document.name}: {_REFERENCE}{unknown[0]}: no earlier stage has that name"])
     return Stage(name, spec, tuple(dict.fromkeys(needs)), make)
