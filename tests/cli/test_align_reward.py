@@ -27,7 +27,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     path = write_rows(folder / "answers.jsonl", rows)
     data = {"sources": {"a": {"path": str(path)}}, "context": 48, "validation": 0}
     spec = spec_data("sft", path, folder / "runs", objective="sft", data=data)
-    spec |= {"tokenizer": {"kind": "char", "chat": "none"}, "budget": {"steps": 60, "batch": 768}}
+    spec |= {"tokenizer": {"kind": "char", "chat": "none"}, "budget": {"steps": 200, "batch": 768}}
+    spec |= {"model": {"width": 64, "layers": 2, "heads": 4}}
     sft = RunSpec.model_validate(spec | {"optimizer": {"lr": 4e-3}})
     Session(sft).train()
     reward = make_spec(write_rows(folder / "pairs.jsonl", pairs), "reward", reward={"heads": 2}, budget={"steps": 40})
@@ -37,6 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return folder, run_folder(sft), run_folder(reward)
 
 
+@pytest.mark.slow
 def test_best_of_n_raises_the_reward_and_writes_rows(
     models: tuple[Path, Path, Path], tmp_path: Path, call: Call
 ) -> None:
@@ -70,25 +72,23 @@ def test_best_of_n_raises_the_reward_and_writes_rows(
         (["--reward", "exact", "--write", "rows.txt"], "write a name that ends in .jsonl"),
     ],
 )
-def test_mistakes_have_one_line(
-    models: tuple[Path, Path, Path], arguments: list[str], message: str, call: Call
-) -> None:
-    folder, sft, _ = models
-    printed = call("align", "best", str(sft), "--prompts", str(folder / "prompts.jsonl"), *arguments)
+def test_mistakes_have_one_line(arguments: list[str], message: str, tmp_path: Path, call: Call) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "q"}])
+    printed = call("align", "best", "runs/sft", "--prompts", str(prompts), *arguments)
     assert printed.code == 2 and message in printed.err
 
 
-def test_files_that_cannot_be_scored_are_named(models: tuple[Path, Path, Path], tmp_path: Path, call: Call) -> None:
-    _, sft, reward = models
+def test_files_that_cannot_be_scored_are_named(tmp_path: Path, call: Call) -> None:
+    spec = make_spec(write_rows(tmp_path / "p.jsonl", make_pairs(40)), "tiny", budget={"steps": 1})
+    Session(spec).train()
+    reward = str(run_folder(spec))
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "q", "chosen": "a", "rejected": " "}])
-    printed = call("align", "score", str(reward), str(path))
+    printed = call("align", "score", reward, str(path))
     assert printed.code == 2 and f"{path}:1: 'rejected' holds no answer" in printed.err
-    printed = call("align", "score", str(sft), str(path))
-    assert printed.code == 2 and "is no reward model" in printed.err
     path = write_rows(tmp_path / "single.jsonl", [{"prompt": "is red 7", "completion": "yes red"}])
-    printed = call("align", "score", str(reward), str(path), "--json")
+    printed = call("align", "score", reward, str(path), "--json")
     assert printed.code == 0 and json.loads(printed.out)["rows"] == 1, printed.err
-    printed = call("align", "score", str(reward), str(path), "--figure", str(tmp_path / "c.svg"))
+    printed = call("align", "score", reward, str(path), "--figure", str(tmp_path / "c.svg"))
     assert printed.code == 2 and "draws the calibration on pairs" in printed.err
 
 
@@ -97,12 +97,13 @@ def test_files_that_cannot_be_scored_are_named(models: tuple[Path, Path, Path], 
 def test_iterations_of_dpo_raise_the_reward_of_the_model(
     models: tuple[Path, Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder, sft, reward = models
+    _, sft, reward = models
     to_hf(open_native(sft), tmp_path / "sft")
     prompts = [{"prompt": row["question"]} for row in make_pairs(24, seed=5)]
     path = write_rows(tmp_path / "prompts.jsonl", prompts)
     chain = {
-        "name": "loop", "runs": str(tmp_path / "runs"), "precision": "fp32", "parallel": {"device": "cpu", "threads": 1},
+        "name": "loop", "runs": str(tmp_path / "runs"), "precision": "fp32",
+        "parallel": {"device": "cpu", "threads": 1},
         "model": {"hf": str(tmp_path / "sft")}, "tokenizer": {"chat": "none"},
         "data": {"context": 48, "validation": 0},
         "stages": [

@@ -48,9 +48,9 @@ def train_chain(chain: Chain, options: list[str], restart: bool = False) -> int:
         for name in stage.needs:
             _export(chain, next(other for other in chain.stages if other.name == name))
         path = chain.spec_file(stage)
-        begins_anew = restart or (stage.run.exists() and path.exists() and path.read_text() != dump_spec(stage.spec))
+        begins_anew = restart or (stage.run.exists() and path.exists() and not has_settings(chain, stage))
         write_atomic(path, dump_spec(stage.spec), parents=True)
-        if stage.make and (code := make_rows(chain, stage, number, begins_anew)):
+        if stage.make and (code := make_rows(chain, stage, begins_anew)):
             return _ended(title, code)
         shutil.rmtree(chain.model_folder(stage.name), ignore_errors=True)  # a model of earlier settings
         command = [sys.executable, "-m", "bessemer", "train", str(path), *options]
@@ -71,19 +71,26 @@ def _ended(title: str, code: int) -> int:
     return code if code > 0 else 128 - code
 
 
-def make_rows(chain: Chain, stage: Stage, seed: int, anew: bool) -> int:
+def make_arguments(chain: Chain, stage: Stage) -> list[str]:
+    """The arguments of `align best` for the rows of a stage; none if it makes none. Each stage has its own seed."""
+    if stage.make is None:
+        return []
+    out, rows = chain.made_rows(stage.name), stage.make.rows
+    seed = stage.spec.seed + [other.name for other in chain.stages].index(stage.name)
+    reward = rows.reward if isinstance(rows.reward, str) else json.dumps(rows.reward)
+    return [
+        str(stage.spec.model.hf), "--prompts", rows.prompts, "--reward", reward, "--n", str(rows.n),
+        "--write", str(out), "--max-tokens", str(rows.max_tokens), "--temperature", str(rows.temperature),
+        "--top-p", str(rows.top_p), "--seed", str(seed), "--device", stage.spec.parallel.device,
+        *(["--pairs"] if stage.make.pairs else []),
+    ]  # fmt: skip
+
+
+def make_rows(chain: Chain, stage: Stage, anew: bool) -> int:
     """Samples the rows of a stage from the model that it starts from, once, in a process of its own: its exit code. The
     summary lies beside the rows, for the report."""
     assert stage.make is not None
-    out, rows = chain.made_rows(stage.name), stage.make.rows
-    reward = rows.reward if isinstance(rows.reward, str) else json.dumps(rows.reward)
-    arguments = [
-        str(stage.spec.model.hf), "--prompts", rows.prompts, "--reward", reward, "--n", str(rows.n), "--write", str(out),
-        "--max-tokens", str(rows.max_tokens), "--temperature", str(rows.temperature), "--top-p", str(rows.top_p),
-        "--seed", str(stage.spec.seed + seed), "--device", stage.spec.parallel.device,
-        *(["--pairs"] if stage.make.pairs else []),
-    ]  # fmt: skip
-    summary = made_summary(chain, stage)
+    out, summary, arguments = chain.made_rows(stage.name), made_summary(chain, stage), make_arguments(chain, stage)
     if not anew and out.exists() and summary.get("arguments") == arguments:
         print(f"rows made before: {out}", flush=True)
         return 0
@@ -95,6 +102,12 @@ def make_rows(chain: Chain, stage: Stage, seed: int, anew: bool) -> int:
         printed, _ = children[0].communicate()
     if children[0].returncode == 0:
         summary = {"arguments": arguments, **json.loads(printed)}
+        if not summary["rows"]:
+            out.unlink()
+            cut = f"{1 - summary['finished']:.0%} of the answers were cut off at max_tokens: {rows.max_tokens}"
+            raise UserError(
+                f"stage {stage.name}: make: no prompt has a finished answer that is better than another ({cut})"
+            )
         write_atomic(out.with_suffix(".json"), json.dumps(summary, indent=1))
         print("  ".join(describe_made(summary)), flush=True)
     return children[0].returncode
@@ -118,9 +131,15 @@ def describe_made(summary: dict[str, Any]) -> list[str]:
 
 
 def is_finished(chain: Chain, stage: Stage) -> bool:
+    begun = (stage.run / "events.jsonl").exists()
+    return begun and has_settings(chain, stage) and Run(stage.run).state == "finished"
+
+
+def has_settings(chain: Chain, stage: Stage) -> bool:
+    """Whether the stage was last started with these settings."""
     path = chain.spec_file(stage)
-    same = path.exists() and path.read_text() == dump_spec(stage.spec)
-    return same and (stage.run / "events.jsonl").exists() and Run(stage.run).state == "finished"
+    same_rows = made_summary(chain, stage).get("arguments", []) == make_arguments(chain, stage)
+    return path.exists() and path.read_text() == dump_spec(stage.spec) and same_rows
 
 
 def _export(chain: Chain, stage: Stage) -> None:

@@ -234,8 +234,8 @@ class RunSpec(SpecSection):
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
         "pretrain",
-        "pretrain, sft, classify, distill, dpo, reward, or your own class: path/to/file.py:Class or module:Class; {dpo: "
-        "{loss: ipo}} is short for the objective and its section",
+        "pretrain, sft, classify, distill, dpo, reward, or your own class: path/to/file.py:Class or module:Class; "
+        "{dpo: {loss: ipo}} is short for the objective and its section",
         "sft",
     )
     classify: ClassifySpec | None = setting(

@@ -2,9 +2,9 @@
 
 Keys beside `stages` are common to all; a stage's own keys are merged into them, mappings key by key. `from:` names
 another stage to start from, or `model` for the common model. `stage:NAME` as a value stands for the model of a stage.
-`make:` samples a stage's training rows from the model that it starts from, and `repeat:` runs a stage several times, each
-from the model of the time before: iterative DPO, or best-of-N fine-tuning. A mistake is reported with the line of the
-file that it comes from.
+`make:` samples a stage's training rows from the model that it starts from, and `repeat:` runs a stage several times,
+each from the model of the time before: iterative DPO, or best-of-N fine-tuning. A mistake is reported with the line of
+the file that it comes from.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def load_chain(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Chain
 
 def _load(chain: Chain, document: YamlDocument, run: str, name: str, source: str, overrides: Any) -> Stage:
     needs = [] if source == MODEL else [source]
-    for setting in overrides:
-        apply_override(document, setting)
+    for override in overrides:
+        apply_override(document, override)
 
     def resolve(value: Any) -> Any:
         """The value with `stage:NAME` replaced by that stage's model."""
