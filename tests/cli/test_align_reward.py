@@ -105,9 +105,9 @@ def test_iterations_of_dpo_raise_the_reward_of_the_model(
         "name": "loop", "runs": str(tmp_path / "runs"), "precision": "fp32",
         "parallel": {"device": "cpu", "threads": 1},
         "model": {"hf": str(tmp_path / "sft")}, "tokenizer": {"chat": "none"},
-        "data": {"context": 48, "validation": 0},
+        "data": {"context": 96, "validation": 0},
         "stages": [
-            {"name": "dpo", "repeat": 2, "objective": "dpo", "budget": {"steps": 8, "batch": 768},
+            {"name": "dpo", "repeat": 2, "objective": "dpo", "budget": {"steps": 8, "batch": 1536},
              "optimizer": {"lr": 1e-3},
              "make": {"pairs": {"prompts": str(path), "reward": str(reward), "n": 6, "max_tokens": 16}}},
         ],

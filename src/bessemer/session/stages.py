@@ -104,10 +104,10 @@ def make_rows(chain: Chain, stage: Stage, anew: bool) -> int:
         summary = {"arguments": arguments, **json.loads(printed)}
         if not summary["rows"]:
             out.unlink()
-            cut = f"{1 - summary['finished']:.0%} of the answers were cut off at max_tokens: {rows.max_tokens}"
-            raise UserError(
-                f"stage {stage.name}: make: no prompt has a finished answer that is better than another ({cut})"
-            )
+            problem = "no prompt has a finished answer that is better than another"
+            cut = f"{1 - summary['finished']:.0%} of the answers were cut off at max_tokens"
+            fix = "train the model before, or raise max_tokens or n"
+            raise UserError(f"stage {stage.name}: make: {problem} ({cut}): {fix}")
         write_atomic(out.with_suffix(".json"), json.dumps(summary, indent=1))
         print("  ".join(describe_made(summary)), flush=True)
     return children[0].returncode
