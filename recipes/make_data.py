@@ -81,6 +81,13 @@ def preference(draw: random.Random, words: list[str]) -> Row:
     }
 
 
+def feedback(draw: random.Random, words: list[str]) -> Row:
+    """One answer with a thumb up or down, such as users leave."""
+    pair = preference(draw, words)
+    good = draw.random() < 0.5
+    return {"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good}
+
+
 def conversation(*messages: Row) -> Row:
     return {"messages": list(messages)}
 
@@ -139,6 +146,7 @@ def make(folder: Path, exercises: int = 20_000) -> None:
     write(folder / "reviews.jsonl", (review(draw) for _ in range(600)))
     write(folder / "preferences.jsonl", (preference(draw, words) for words in lists(600)))
     write(folder / "compared_reviews.jsonl", compared_reviews(1, 4000))
+    write(folder / "feedback.jsonl", (feedback(draw, words) for words in lists(900)))
 
 
 if __name__ == "__main__":

@@ -28,9 +28,7 @@ def recipe_data() -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_recipe_learns_calibrated_preferences(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_learns_calibrated_preferences(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     module = recipe_data()
     Path("recipes/data").mkdir(parents=True)
@@ -50,5 +48,4 @@ def test_the_recipe_learns_calibrated_preferences(
     letters = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=40)) for _ in range(300)]
     elsewhere = model.score_with_std(["How was it?"] * 300, letters)
     known, unknown = (sum(std for _, std in some) / 300 for some in (scores, elsewhere))
-    print(f"{validation['accuracy']:.3f} {validation['ece']:.3f} {sum(tested) / len(tested):.4f} {known:.3f} {unknown:.3f}")
     assert sum(tested) > 0.97 * len(tested) and unknown > 1.25 * known

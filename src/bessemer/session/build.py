@@ -329,7 +329,9 @@ def choose_attention(engine: Engine, plan: Plan, previous: Plan | None) -> None:
     if name is None:
         dtype = compute_type(engine.plan.precision)
         tasks = {task.kind for task in engine.spec.tasks}
-        packed, prefix = not engine.spec.data.cross_documents, not tasks <= {"causal", "infill"}
+        packed = not engine.spec.data.cross_documents
+        shared = engine.spec.objective == "dpo" and engine.spec.dpo.share_prefix is True
+        prefix = shared or not tasks <= {"causal", "infill"}
         choice = choose(
             engine.model.shape, engine.plan.context, engine.plan.micro_rows, dtype, engine.device, packed,
             prefix=prefix, dropout=engine.spec.dropout.attention > 0,
