@@ -46,7 +46,7 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import SourceSize, sources_used
 from bessemer.session.rl import held_out_prompts, open_prompts, prompt_rows, rollout_stream
 from bessemer.spec.data import SourceSpec, StoreSpec
-from bessemer.spec.preference import PREFERENCES
+from bessemer.spec.preference import ANSWER_OBJECTIVES
 from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.train.evaluate import HeldOutSet
@@ -312,7 +312,10 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
     sizes_by_source = {}
     for name, source in data.train.items():
         count = rows[name].count if name in rows else 0
-        padded = (spec.objective, spec.data.packing) == ("classify", "pad") or spec.objective in ("sft", *PREFERENCES)
+        padded = (spec.objective, spec.data.packing) == ("classify", "pad") or spec.objective in (
+            "sft",
+            *ANSWER_OBJECTIVES,
+        )
         tokens = source.tokens if isinstance(source, TokenStore) and not padded else count * context
         if isinstance(data, PromptData):
             tokens *= spec.rl.samples * spec.rl.epochs

@@ -1,5 +1,5 @@
-"""What `objective: dpo` and `kto` add to a start: the reference model, which is the model that the run starts from,
-whether the prompt of a pair is shared, and the checks of its pairs."""
+"""What objectives with answers (`dpo`, `kto`, `reward`) add to a start: the checks of the answers, for the first two the
+reference, which is the model that the run starts from, and for dpo whether the prompt of a pair is shared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bessemer.data.chat_rows import StoreReader, sample_numbers
 from bessemer.data.pair_checks import check_agreement, check_labels, check_lengths, check_pairs, make_pair
 from bessemer.data.prepare import Prepared
 from bessemer.data.read import Document, divide_source, list_files, read_part
-from bessemer.data.read.answers import ANNOTATORS, CHOSEN
+from bessemer.data.read.answers import ANNOTATORS, CHOSEN, MARGIN
 from bessemer.data.read.chat_formats import recognise_pairs
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.groups import GROUP, measure_groups
@@ -27,7 +27,7 @@ from bessemer.session.data import Data
 from bessemer.spec.data import NoiseSpec, SourceSpec
 from bessemer.spec.model import BASE, OtherModelSpec
 from bessemer.spec.objective_checks import lacking_columns
-from bessemer.spec.preference import PREFERENCES
+from bessemer.spec.preference import ANSWER_OBJECTIVES, PREFERENCES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
@@ -37,14 +37,15 @@ _VOTED_ROWS = 10_000  # rows whose votes are read
 
 def with_preference_defaults(spec: RunSpec) -> RunSpec:
     """The spec with the columns of its pairs and the reference, where it is silent. Reads first rows of each source."""
-    if spec.objective not in PREFERENCES:
+    if spec.objective not in ANSWER_OBJECTIVES:
         return spec
-    sources = {}
+    sources, more = {}, (MARGIN,) if spec.objective == "reward" else ()
     for name, source in spec.data.sources.items():
-        sources[name] = source if not source.path or source.path == ["python"] else recognise_pairs(source)
+        sources[name] = source if not source.path or source.path == ["python"] else recognise_pairs(source, more)
         if source.path != ["python"] and (problem := lacking_columns(spec.objective, sources[name])):
             raise UserError(f"data.sources.{name}: {problem}")
-    return with_reference(spec.model_copy(update={"data": spec.data.model_copy(update={"sources": sources})}))
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sources": sources})})
+    return with_reference(spec) if spec.objective in PREFERENCES else spec
 
 
 def with_reference(spec: RunSpec) -> RunSpec:
@@ -83,6 +84,9 @@ def _reference_kind(spec: RunSpec) -> Literal["stored", "live"]:
 
 def log_preferences(spec: RunSpec, plan: Plan) -> None:
     """Adds the loss and the reference to the plan."""
+    if spec.objective == "reward":
+        reason = "scores at the last token of an answer; a step's loss is the mean over its pairs"
+        plan.add("reward.heads", spec.reward.heads, reason, "asked")
     if spec.objective not in PREFERENCES:
         return
     section = spec.dpo if spec.objective == "dpo" else spec.kto

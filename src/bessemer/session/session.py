@@ -40,7 +40,7 @@ from bessemer.session.start import (
     resolve_run,
 )
 from bessemer.spec.load import load_spec
-from bessemer.spec.preference import PREFERENCES
+from bessemer.spec.preference import ANSWER_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import use_tf32
@@ -177,7 +177,7 @@ class Session:
             data, shape, context = self._prepare(plan)
         for note in getattr(data, "notes", ()):
             self._note_data(run, note)
-        if self.spec.objective in ("sft", *PREFERENCES) and previous.plan is None:
+        if self.spec.objective in ("sft", *ANSWER_OBJECTIVES) and previous.plan is None:
             self._check_rows(run, data, context)
         return data, shape, context
 
@@ -187,7 +187,7 @@ class Session:
         mistakes: dict[str, list[Mistake]] = {}
         with self.world.main_process_first():
             if self.world.main:
-                check = check_pair_sources if self.spec.objective in PREFERENCES else check_sources
+                check = check_pair_sources if self.spec.objective in ANSWER_OBJECTIVES else check_sources
                 mistakes = check(self.spec, data, context)
                 for note in agreement_lines(self.spec):
                     self._note_data(run, note)

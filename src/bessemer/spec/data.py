@@ -120,7 +120,7 @@ Format = Literal[
 ]
 Domain = Literal["web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"]
 COLUMN_ROLES = (
-    "text", "words", "label", "prompt", "completion", "chosen", "rejected", "answers", "scores", "annotators",
+    "text", "words", "label", "prompt", "completion", "chosen", "rejected", "margin", "answers", "scores", "annotators",
     "instruction", "input", "output", "system", "tools",
 )  # fmt: skip
 OPTIONAL_ROLES = ("input", "system", "tools", "annotators")  # a row may lack them
@@ -165,8 +165,9 @@ class SourceSpec(ShortSection, short="path"):
     columns: dict[str, str] | None = setting(
         None,
         "columns by what they are for: text (instead of text_field), words, label; prompt with completion, with "
-        "completion and label (a thumb up or down), with chosen and rejected, or with answers (a list, best first, or "
-        "with their scores); annotators (their votes); instruction, input and output; system; tools (JSON schemas)",
+        "completion and label (a thumb up or down), with chosen and rejected (and their margin), or with answers (a "
+        "list, best first, or with their scores); annotators (their votes); instruction, input and output; system; "
+        "tools (JSON schemas)",
         {"text": "review", "label": "sentiment"},
     )
     ranked: Literal["adjacent", "best", "all"] = setting(

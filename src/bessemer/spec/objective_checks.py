@@ -8,7 +8,8 @@ from bessemer.spec.data import NoiseSpec, SourceSpec
 from bessemer.spec.distill import DistillSpec
 from bessemer.spec.document import KeyPath
 from bessemer.spec.model import BASE, ObjectiveSpec
-from bessemer.spec.preference import DpoSpec, KtoSpec
+from bessemer.spec.preference import PREFERENCES, DpoSpec, KtoSpec
+from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.rl_checks import check_prompt_columns, check_rl
 from bessemer.spec.schema import OBJECTIVES, RunSpec
@@ -84,16 +85,12 @@ def check_preferences(spec: RunSpec) -> Iterator[Problem]:
     for name, section, default in (("dpo", spec.dpo, DpoSpec()), ("kto", spec.kto, KtoSpec())):
         if spec.objective != name and section != default:
             yield (name,), f"has no effect with objective: {spec.objective}: write objective: {name}, or remove it"
-    if spec.objective not in ("dpo", "kto"):
+    if spec.objective not in PREFERENCES:
         return
-    for name, source in spec.data.sources.items():
-        if source.names_content and (problem := lacking_columns(spec.objective, source)):
-            yield ("data", "sources", name), problem
+    yield from _check_answers(spec)
     reference = spec.models.get("reference")
     if reference and (reference.train or reference.head == "score"):
         yield ("models", "reference"), "the reference is a frozen language model: remove train and head"
-    if spec.parallel.cp > 1:
-        yield ("parallel", "cp"), "answers are summed over complete rows: write cp: 1"
     if spec.objective == "kto" and spec.parallel.pp > 1:
         yield ("parallel", "pp"), "pipeline stages have no place for the reference: write pp: 1"
     if spec.objective == "kto" and spec.data.packing == "best_fit":
@@ -102,18 +99,41 @@ def check_preferences(spec: RunSpec) -> Iterator[Problem]:
         yield ("dpo", "reference"), "noise changes the answers at every step: write live, or remove data.noise"
     if spec.dpo.share_prefix is True and spec.data.noise != NoiseSpec():
         yield ("dpo", "share_prefix"), "noise would differ between prompts: remove it, or data.noise"
+
+
+def check_reward(spec: RunSpec) -> Iterator[Problem]:
+    if spec.objective != "reward":
+        if spec.reward != RewardModelSpec():
+            yield ("reward",), f"has no effect with objective: {spec.objective}: write objective: reward, or remove it"
+        return
+    yield from _check_answers(spec)
+    if spec.data.packing == "best_fit":
+        yield ("data", "packing"), "reward has one pair in a row: remove packing"
+    if spec.model.wrap:
+        yield ("model", "wrap"), "a wrapped model has no head of scores: remove wrap"
+    if spec.model.causal is False:
+        yield ("model",), "the score is that of the last token, which has read all others: it needs a causal decoder"
+
+
+def _check_answers(spec: RunSpec) -> Iterator[Problem]:
+    """What all objectives of rows with answers need."""
+    for name, source in spec.data.sources.items():
+        if source.names_content and (problem := lacking_columns(spec.objective, source)):
+            yield ("data", "sources", name), problem
+    if spec.parallel.cp > 1:
+        yield ("parallel", "cp"), "answers are summed over complete rows: write cp: 1"
     if any(task != ObjectiveSpec() for task in spec.tasks):
         yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
 
 
 def lacking_columns(objective: str, source: SourceSpec) -> str:
-    """What a source of dpo or kto lacks; empty if nothing."""
+    """What a source of dpo, kto or reward lacks; empty if nothing."""
     columns = source.columns or {}
     if "chosen" in columns or "answers" in columns:
         return ""
-    if objective == "dpo":
+    if objective != "kto":
         fix = "columns: {prompt: question, chosen: good, rejected: bad}"
-        return f"dpo compares two answers: name their columns, such as {fix}"
+        return f"{objective} compares two answers: name their columns, such as {fix}"
     if "label" in columns and ("completion" in columns or "output" in columns):
         return ""
     fix = "columns: {prompt: question, completion: answer, label: thumbs_up}"
@@ -162,6 +182,7 @@ OBJECTIVE_CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str,
     (check_preferences, ("objective", "dpo", "kto", "data", "models", "parallel", "tasks")),
     (check_rl, ("objective", "rl", "data", "models", "parallel", "tasks", "budget", "loss", "model")),
     (check_prompt_columns, ("objective", "data")),
+    (check_reward, ("objective", "reward", "data", "model", "parallel", "tasks")),
     (check_models, ("models", "objective", "parallel", "adapter")),
     (check_sft, ("objective", "sft", "model", "tasks", "parallel")),
     (check_adapter, ("adapter", "model", "start_from", "parallel", "precision")),

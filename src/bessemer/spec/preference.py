@@ -17,6 +17,7 @@ LOSS_NAMES: tuple[str, ...] = get_args(PairLossName)
 WITHOUT_REFERENCE = ("simpo", "orpo")
 SMOOTHED = ("sigmoid", "robust", "simpo", "exo_pair")  # losses that use smoothing
 PREFERENCES = ("dpo", "kto")  # objectives that compare answers
+ANSWER_OBJECTIVES = (*PREFERENCES, "reward")  # objectives whose rows are prompts with answers
 # Those of the papers; of sigmoid_norm, Tulu 3's.
 BETAS = {"sigmoid_norm": 5.0, "simpo": 2.5}
 USUAL_BETA, SIMPO_MARGIN = 0.1, 1.375

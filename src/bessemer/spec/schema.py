@@ -45,6 +45,7 @@ from bessemer.spec.quantity import (
     section,
     setting,
 )
+from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.rl import RL_OBJECTIVES, RlSpec
 from bessemer.spec.text_steps import StepSpec
 
@@ -223,7 +224,7 @@ class SftSpec(SpecSection):
     )
 
 
-OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo", "kto", *RL_OBJECTIVES)
+OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo", "kto", "reward", *RL_OBJECTIVES)
 
 
 class RunSpec(SpecSection):
@@ -234,7 +235,7 @@ class RunSpec(SpecSection):
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
         "pretrain",
-        "pretrain, sft, classify, distill, dpo, kto, grpo, rloo, reinforce, ppo, raft, or your own class: "
+        "pretrain, sft, classify, distill, dpo, kto, reward, grpo, rloo, reinforce, ppo, raft, or your own class: "
         "path/to/file.py:Class or module:Class; {dpo: {loss: ipo}} is short for the objective and its section",
         "sft",
     )
@@ -246,6 +247,7 @@ class RunSpec(SpecSection):
     dpo: DpoSpec = section(DpoSpec, "with objective: dpo: the loss of pairs")
     rl: RlSpec = section(RlSpec, "with objective: grpo, rloo, reinforce, ppo or raft: rollouts and rewards")
     kto: KtoSpec = section(KtoSpec, "with objective: kto: the loss of answers with labels")
+    reward: RewardModelSpec = section(RewardModelSpec, "with objective: reward: the reward model")
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}

@@ -21,7 +21,7 @@ from bessemer.data.read.entry import Document
 ANSWERS = ("completion", "chosen", "rejected", "output")
 PAIRED = ("chosen", "rejected")
 RANKED = "answers"
-CHOSEN = "chosen"
+CHOSEN, MARGIN = "chosen", "margin"
 LABEL, PAIRS, ANNOTATORS = "label", "pairs", "annotators"  # fields of such a row's document
 _MARK = "answer"  # key of an answer's messages: the column it came from
 
@@ -75,6 +75,10 @@ def answer_fields(record: Mapping[str, Any], columns: Mapping[str, str], ranked:
         if not (pairs := ranked_pairs(scores, ranked)):
             raise UnusableAnswer(f"{columns['scores']!r} are all equal: no answer is better; delete the row")
         made[PAIRS] = pairs
+    if MARGIN in columns:
+        if not _is_number(margin := record[columns[MARGIN]]):
+            raise UnusableAnswer(f"{columns[MARGIN]!r} holds {margin!r} and not a finite number; correct it")
+        made[MARGIN] = margin
     if ANNOTATORS in columns and (votes := record.get(columns[ANNOTATORS])) is not None:
         if not isinstance(votes, (list, dict)):
             raise UnusableAnswer(f"{columns[ANNOTATORS]!r} holds a {type(votes).__name__}; write a list of their votes")
@@ -185,7 +189,8 @@ def _sides(document: Document, pairs: Sequence[tuple[int, int]]) -> Iterator[tup
 
 def _fields(document: Document, name: str) -> dict[str, Any]:
     if name in PAIRED:
-        return _pair_fields(document.place, name == CHOSEN)
+        margin = {MARGIN: np.array([document.fields[MARGIN]], np.float32)} if MARGIN in document.fields else {}
+        return _pair_fields(document.place, name == CHOSEN) | margin
     if LABEL in document.fields:
         return {CHOSEN: np.array([document.fields[LABEL]], np.int32)}
     return {}
