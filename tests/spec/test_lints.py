@@ -12,6 +12,7 @@ import pytest
 from bessemer.spec.lints import RULES, lint_spec
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import RunSpec
+from bessemer.spec.stages import has_stages, load_chain
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD: dict[str, Any] = {"model": "125M", "data": {"sources": {"mine": "nowhere/"}}}
@@ -88,7 +89,8 @@ def test_a_plain_spec_is_fine() -> None:
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_are_fine(recipe: Path) -> None:
-    assert lint_spec(load_spec(recipe), folder=ROOT) == []
+    specs = [stage.spec for stage in load_chain(recipe).stages] if has_stages(recipe) else [load_spec(recipe)]
+    assert [line for spec in specs for line in lint_spec(spec, folder=ROOT)] == []
 
 
 def test_published_models_are_fine() -> None:

@@ -32,6 +32,7 @@ def estimate_sizes(spec: RunSpec) -> dict[str, SourceSize]:
     if spec.data.store is not None:
         return {}
     sizes = {name: estimate_size(source) for name, source in spec.data.sources.items() if source.path != ["python"]}
+    answers = spec.rl.samples * spec.rl.epochs if spec.objective in RL_OBJECTIVES else 1
     padded = spec.objective in RL_OBJECTIVES or (
         spec.objective in ANSWER_OBJECTIVES and spec.data.packing != "best_fit"
     )

@@ -123,13 +123,17 @@ def check_vocab(spec: RunSpec) -> Iterator[Problem]:
         return
     if spec.tokenizer.path is not None:
         yield (("tokenizer", "vocab"), "a loaded tokenizer has a fixed size: remove vocab, or remove path to train one")
-    elif spec.model.hf is not None:
-        yield ("tokenizer", "vocab"), "the tokenizer of model.hf has a fixed size: remove vocab"
     else:
         minimum = MIN_VOCABS[spec.tokenizer.kind] + len(spec.tokenizer.special)
         if vocab < minimum:
             need = f"the bytes and special tokens of {spec.tokenizer.kind} need at least {minimum}"
             yield ("tokenizer", "vocab"), f"{vocab} is too small: {need}; write vocab: auto or 8K"
+
+
+def check_folder_vocab(spec: RunSpec) -> Iterator[Problem]:
+    """Continuing a folder's model with its own tokenizer leaves no vocabulary to choose."""
+    if spec.model.hf is not None and spec.tokenizer.path is None and spec.tokenizer.vocab != "auto":
+        yield ("tokenizer", "vocab"), "the tokenizer of model.hf has a fixed size: remove vocab"
 
 
 def check_conversations(spec: RunSpec) -> Iterator[Problem]:
@@ -362,7 +366,8 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_heads, ("model",)),
     (check_shape, ("model",)),
     (check_tasks, ("tasks", "data.cross_documents", "data.noise", "data.sources")),
-    (check_vocab, ("tokenizer", "model")),
+    (check_vocab, ("tokenizer",)),
+    (check_folder_vocab, ("tokenizer", "model")),
     (check_conversations, ("data",)),
     (check_context, ("data.context",)),
     (check_batch, ("data.context", "budget.batch", "budget.batch_changes")),
