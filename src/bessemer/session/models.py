@@ -8,7 +8,7 @@ guard treat their weights like all others. Every process reads the files of all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -70,11 +70,14 @@ class ModelSource:
         self.fingerprint = digest.hexdigest()
 
 
-def open_models(spec: RunSpec) -> list[ModelSource]:
-    """The models of the spec. Reads their configurations but no weights."""
-    sources = []
+def open_models(spec: RunSpec, names: Collection[str] | None = None) -> list[ModelSource]:
+    """The models of the spec that training holds in memory, or the named ones. Reads their configurations but no
+    weights."""
+    sources, absent = [], ("teacher",) if spec.distill.stored else ()
     for name, other in spec.models.items():
         if other.path == BASE:  # shares the run's model
+            continue
+        if name in absent if names is None else name not in names:
             continue
         try:
             files = find_model(other.path, other.checkpoint)
@@ -97,6 +100,8 @@ def check_tokenizers(sources: Iterable[ModelSource], tokenizer: Tokenizer) -> No
     vocab, words = tokenizer.vocab_size, tokenizer.inner.get_vocab()
     for source in sources:
         fix = f"use the model's own: tokenizer: {{path: {source.files.place / 'tokenizer.json'}}}"
+        if source.name == "teacher":
+            fix += ", or map its tokens: distill: {top_k: 64, stored: FOLDER}"
         if source.shape.vocab < vocab:
             raise UserError(
                 f"models.{source.name}: its vocabulary of {source.shape.vocab:,} tokens is smaller than the run's "

@@ -9,6 +9,7 @@ from bessemer.align.dpo import Dpo
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.rows import StoreRows
+from bessemer.data.stream.teacher import TeacherStore
 from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.data.tokenizer.tokenizer import Tokenizer, hf_prompt_format
 from bessemer.errors import UserError
@@ -30,7 +31,8 @@ OBJECTIVES: dict[str, MakeObjective] = {
     "sft": lambda spec, stream, tokenizer, shape, context: make_sft(spec, tokenizer),
     "classify": lambda spec, stream, tokenizer, shape, context: make_classify(spec, stream, shape),
     "distill": lambda spec, stream, tokenizer, shape, context: Distill(
-        spec.distill, spec.data.cross_documents, dropout_seed(spec)
+        spec.distill, spec.data.cross_documents, dropout_seed(spec),
+        TeacherStore(spec.distill.stored) if spec.distill.stored else None,
     ),
     "dpo": lambda spec, stream, tokenizer, shape, context: Dpo(
         spec.dpo, tokenizer.eos_id, first_tokens(spec, tokenizer), dropout_seed(spec)

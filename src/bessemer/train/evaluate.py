@@ -13,7 +13,7 @@ from torch import Tensor
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
-from bessemer.data.stream.rows import ConcatRows, Rows
+from bessemer.data.stream.rows import ConcatRows, Rows, Transform
 from bessemer.model.transformer import Decoder
 from bessemer.parallel.shard import free_gathered_weights
 from bessemer.parallel.world import World
@@ -41,6 +41,7 @@ class HeldOutSet:
     rows: Rows
     tokens: int
     bytes_per_token: float
+    transforms: tuple[Transform, ...] = ()
 
     @staticmethod
     def of_store(store: TokenStore, context: int) -> HeldOutSet:
@@ -73,7 +74,8 @@ class Evaluator:
             sequences = part.rows.count
             rows = min(micro_rows, sequences)
             order = StreamOrder([MixturePhase(0, quantise({name: 1.0}))], {name: sequences}, seed=0)
-            stream = BatchStream({name: part.rows}, order, context, StepPositions([BatchPhase(0, rows)]))
+            steps = StepPositions([BatchPhase(0, rows)])
+            stream = BatchStream({name: part.rows}, order, context, steps, transforms=part.transforms)
             wanted = min(sequences, tokens / context * part.tokens / available)
             self.parts[name] = (stream, max(1, int(wanted // rows)))
 
