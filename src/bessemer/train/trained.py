@@ -82,7 +82,8 @@ class LoadedModel:
         for message in messages:
             _check_encodable(message_text(message))
         ids = prompt_ids(messages, self.tokenizer, self.template)
-        return ids if ids[: len(self.format.prefix)] == list(self.format.prefix) else [*self.format.prefix, *ids]
+        prefix = list(self.format.prefix if self.template == "none" else self.format.chat_prefix)
+        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
     def check_length(self, ids: Sequence[int], name: str = "the prompt") -> None:
         """Refuse a prompt that is longer than what the model was made to read."""
