@@ -31,7 +31,9 @@ OBJECTIVES: dict[str, MakeObjective] = {
     "sft": lambda spec, stream, tokenizer, shape, context: make_sft(spec, tokenizer, stream.order.names),
     "classify": lambda spec, stream, tokenizer, shape, context: make_classify(spec, stream, shape),
     "distill": lambda spec, stream, tokenizer, shape, context: Distill(
-        spec.distill, spec.data.cross_documents, dropout_seed(spec),
+        spec.distill,
+        spec.data.cross_documents,
+        dropout_seed(spec),
         TeacherStore(spec.distill.stored) if spec.distill.stored else None,
     ),
     "dpo": lambda spec, stream, tokenizer, shape, context: Dpo(

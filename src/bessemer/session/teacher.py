@@ -7,6 +7,7 @@ teacher, N predictions, K tokens.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,17 +21,9 @@ from torch import Tensor
 from bessemer.data.stream.batches import Batch, BatchStream
 from bessemer.data.stream.order import MixturePhase, Segment, StreamOrder
 from bessemer.data.stream.rows import PADDING, Rows, repeat_into
-from bessemer.data.stream.teacher import (
-    HEADER,
-    TRAIN,
-    VALIDATION,
-    Section,
-    TeacherHeader,
-    TeacherStore,
-    sections_of,
-)
+from bessemer.data.stream.teacher import HEADER, TRAIN, VALIDATION, Section, TeacherHeader, TeacherStore, sections_of
 from bessemer.data.tokenizer.mapping import TokenMap
-from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.data.tokenizer.tokenizer import Tokenizer, end_token
 from bessemer.errors import UserError
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import Decoder
@@ -166,13 +159,22 @@ def _choose_reader(spec: RunSpec, resolved: ResolvedRun, source: ModelSource, mo
     except UserError as error:
         if not (source.files.place / "tokenizer.json").is_file():
             raise UserError(f"{error} ({source.files.place} has no tokenizer.json to map)") from None
-        other = Tokenizer.load(source.files.place / "tokenizer.json")
+        other = Tokenizer.load(source.files.place / "tokenizer.json", _end_token(source.files.place))
         prompt = prompt_format(source.files.place, other)
         mapping = TokenMap(tokenizer, other, prompt.prefix or (prompt.start,))
         if spec.data.cross_documents:
-            raise UserError("data.cross_documents: a teacher with another tokenizer reads documents alone: remove it") from None
+            raise UserError(
+                "data.cross_documents: a teacher with another tokenizer reads documents alone: remove it"
+            ) from None
         return MappedReader(objective, resolved, mapping.pairs.shape[1], resolved.shape.vocab, mapping)
     return reader
+
+
+def _end_token(place: Path) -> str | None:
+    """The end-of-document token of a run or of a Hugging Face folder."""
+    description = place / "model.json"
+    named = json.loads(description.read_text())["eos"] if description.exists() else None
+    return named or end_token(place)
 
 
 @dataclass
@@ -289,7 +291,10 @@ class MappedReader(TeacherReader):
         at, hidden_NU = self._hidden(batch)
         ids, log_p, _ = self.top(hidden_NU)
         cells = batch.tokens.size
-        all_ids, all_log_p = np.zeros((cells, ids.shape[1]), np.int64), np.full((cells, log_p.shape[1]), np.nan, np.float32)
+        all_ids, all_log_p = (
+            np.zeros((cells, ids.shape[1]), np.int64),
+            np.full((cells, log_p.shape[1]), np.nan, np.float32),
+        )
         all_ids[at], all_log_p[at] = ids, log_p
         return all_ids.reshape(*batch.tokens.shape, -1), all_log_p.reshape(*batch.tokens.shape, -1)
 

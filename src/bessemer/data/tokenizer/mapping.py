@@ -114,4 +114,6 @@ class TokenMap:
         if first and pieces and pieces[0].startswith(b" ") and not content.startswith(b" "):
             pieces[0] = pieces[0][1:]  # the space that SentencePiece adds
         same = content[start:].startswith(b"".join(pieces))
-        return [(i, start + n if same else -1) for i, n in zip(ids, itertools.accumulate(map(len, pieces)), strict=True)]
+        return [
+            (i, start + n if same else -1) for i, n in zip(ids, itertools.accumulate(map(len, pieces)), strict=True)
+        ]
