@@ -284,8 +284,8 @@ def choose_layout(
 def measure_precision(
     spec: RunSpec, machine: Machine, shape: ModelShape, context: int, device: torch.device
 ) -> Machine:
-    """On a CPU a fast bf16 matmul does not imply a fast step: trains two layers in both precisions, in turns. Other work
-    on the machine may slow one of them down: the comparison that speaks least for bf16 counts."""
+    """On a CPU a fast bf16 matmul does not imply a fast step: trains two layers in both precisions, in turns. Other
+    work on the machine may slow one of them down: the comparison that speaks least for bf16 counts."""
     promising = machine.matmul["bf16"] > 1.3 * machine.matmul["fp32"]
     if device.type != "cpu" or spec.precision != "auto" or not promising or shape.wrapped:
         return machine

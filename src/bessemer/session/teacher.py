@@ -290,13 +290,10 @@ class MappedReader(TeacherReader):
         batch = self.batch(numbers, sections)
         at, hidden_NU = self._hidden(batch)
         ids, log_p, _ = self.top(hidden_NU)
-        cells = batch.tokens.size
-        all_ids, all_log_p = (
-            np.zeros((cells, ids.shape[1]), np.int64),
-            np.full((cells, log_p.shape[1]), np.nan, np.float32),
-        )
-        all_ids[at], all_log_p[at] = ids, log_p
-        return all_ids.reshape(*batch.tokens.shape, -1), all_log_p.reshape(*batch.tokens.shape, -1)
+        shape = batch.tokens.shape
+        ids_RTK, log_p_RTK = np.zeros((*shape, ids.shape[1]), np.int64), np.full((*shape, log_p.shape[1]), np.nan)
+        ids_RTK.reshape(-1, ids.shape[1])[at], log_p_RTK.reshape(-1, log_p.shape[1])[at] = ids, log_p
+        return ids_RTK, log_p_RTK.astype(np.float32)
 
     @torch.no_grad()
     def _hidden(self, batch: Batch) -> tuple[Ints, Tensor]:

@@ -53,5 +53,5 @@ def test_a_row_that_begins_inside_a_character_is_aligned_after_it() -> None:
 
 
 def test_tokens_of_words_cannot_be_mapped() -> None:
-    with pytest.raises(UserError, match="models.teacher: its tokens are neither byte-level nor SentencePiece"):
+    with pytest.raises(UserError, match=r"models\.teacher: its tokens are neither byte-level nor SentencePiece"):
         TokenMap(trained("bpe", 300), trained("wordpiece", 300), ())

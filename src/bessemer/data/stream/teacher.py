@@ -108,9 +108,9 @@ class TeacherStore:
             content = json.loads((self.folder / HEADER).read_text(encoding="utf-8"))
             sections = [Section(**section) for section in content.pop("sections")]
             self.header = TeacherHeader(sections=sections, **content)
-            mode = "r+" if writable else "r"
             self._ids, self._log_p, self._digests = (
-                np.load(self.folder / f"{name}.npy", mmap_mode=mode) for name in ("ids", "log_p", "digests")
+                np.load(self.folder / f"{name}.npy", mmap_mode="r+" if writable else "r")
+                for name in ("ids", "log_p", "digests")
             )
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"distill.stored: {self.folder} cannot be read ({error}): delete the folder") from None

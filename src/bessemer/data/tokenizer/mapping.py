@@ -1,4 +1,4 @@
-"""Two vocabularies compared: which tokens of a student a teacher has too, and where their tokens of a text end together.
+"""Two vocabularies: which tokens of a student a teacher has too, and where both have read the same of a text.
 
 Tokens are equal if they stand for the same bytes (special tokens: if they have the same name, or both end documents).
 A teacher's prediction compares with a student's where both have read the same bytes. This is the exact match of FuseLLM
@@ -34,8 +34,8 @@ def token_bytes(tokenizer: Tokenizer, name: str) -> dict[int, bytes]:
     if kind in ("BPE", "Unigram") and ('"Metaspace"' in definition or '"ByteFallback"' in definition):
         return {i: _piece_bytes(word) for word, i in vocab.items()}
     raise UserError(
-        f"{name}: its tokens are neither byte-level nor SentencePiece's, so they cannot be mapped: use a model with the "
-        "student's tokenizer, or train on its answers (bessemer generate --write)"
+        f"{name}: its tokens are neither byte-level nor SentencePiece's, so they cannot be mapped: use a model with "
+        "the student's tokenizer, or train on its answers (bessemer generate --write)"
     )
 
 
