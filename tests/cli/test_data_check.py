@@ -105,3 +105,24 @@ def test_marked_text_is_escaped_and_shows_weights(text: str) -> None:
     plain = block.plain()
     assert plain.startswith("read [[") and plain.endswith("]][[0.5:  half]] none") and "\x1b" not in plain
     assert plain in markdown("t", [("", [block])])
+
+
+def test_conversations_are_recognised_without_a_tokenizer(call: Call) -> None:
+    write()
+    with Path("chats.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": [{"role": "user", "content": "And then?"}]}) + "\n")
+    result = call("data", "check", "chats.jsonl")
+    assert result.code == 1
+    assert "note  read as messages (messages)" in result.out and "conversation: no assistant turn" in result.out
+
+
+def test_labels_of_a_classifier(call: Call) -> None:
+    rows = [{"text": f"number {i}", "label": ("odd", "even", "evn")[2 if i == 9 else i % 2]} for i in range(12)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("spec.yaml").write_text(
+        "name: parity\nobjective: classify\nclassify: {labels: [odd, even]}\nmodel: {width: 32, layers: 1, heads: 2}\n"
+        "data: {sources: {rows: {path: rows.jsonl, columns: {text: text, label: label}}}}\n"
+    )
+    result = call("data", "check", "spec.yaml")
+    assert result.code == 1
+    assert "label 'evn' is none of odd, even" in result.out and "rows.jsonl:10" in result.out

@@ -27,6 +27,7 @@ from bessemer.data.tokenizer.chat import render, special_tokens
 from bessemer.data.tokenizer.encode import encode_documents
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.observe.format import short_path
+from bessemer.spec.classify import ClassifySpec
 from bessemer.spec.data import SourceSpec
 
 TOKENIZER = Tokenizer.train(
@@ -46,7 +47,7 @@ def texts(tmp_path: Path, *found: str, name: str = "a.jsonl") -> Path:
 
 
 def check(*paths: Path, **settings: Any) -> CheckReport:
-    more = {key: settings.pop(key) for key in ("tokenizer", "context") if key in settings}
+    more = {key: settings.pop(key) for key in ("tokenizer", "context", "classify") if key in settings}
     return check_files(SourceSpec(path=[str(path) for path in paths], **settings), **more)
 
 
@@ -427,3 +428,26 @@ def test_a_template_whose_mask_is_unknown_is_a_problem_with_its_place(tmp_path: 
     [problem] = checked.problems
     assert "is rendered differently" in problem.what and problem.examples == [f"{path}:1"]
     assert "put {% generation %}" in problem.fix and problem.fix.endswith("[template_without_marks]")
+
+
+def test_labels_are_checked_against_those_of_the_spec(tmp_path: Path) -> None:
+    rows = [("it was good", "pos"), ("bad", "neg"), ("odd", "neutral"), ("worse", "neg"), ("seven", "7")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
+    columns = {"text": "text", "label": "label"}
+    report = check(path, columns=columns, classify=ClassifySpec(labels=["neg", "pos", "mixed"]))
+    problems = {problem.what: (problem.count, problem.examples[0]) for problem in report.problems}
+    assert problems["label 'neutral' is none of neg, pos, mixed"] == (1, f"{path}:3")
+    assert problems["label '7' is none of neg, pos, mixed"] == (1, f"{path}:5")
+    assert "label 'mixed' occurs in no row" in problems
+    fine = check(path, columns=columns, classify=ClassifySpec(labels=["neg", "pos", "neutral", "7"]))
+    assert fine.problems == []
+    tags = tmp_path / "tags.jsonl"
+    tags.write_text(
+        json.dumps({"w": ["a", "b"], "l": ["X", None]}) + "\n" + json.dumps({"w": ["a", "c"], "l": ["X"]}) + "\n"
+    )
+    words = {"words": "w", "label": "l"}
+    report = check(tags, columns=words, classify=ClassifySpec(kind="token", labels=["X", "Y"]))
+    assert {problem.what for problem in report.problems} == {
+        "2 words and 1 labels", "label 'Y' occurs in no row", "every label is 'X'",
+    }  # fmt: skip

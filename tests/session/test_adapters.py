@@ -19,11 +19,13 @@ from bessemer.checkpoint.manifest import read_manifest
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.cli.main import app
+from bessemer.diagnose.report import mean_step_loss
 from bessemer.errors import UserError
 from bessemer.export.hf import open_native, to_hf
 from bessemer.model.adapters import AdapterLinear, adapters_off
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run
+from bessemer.session.inspect import from_run, from_spec, inspect_gradients, inspect_nan
 from bessemer.session.replay import _load_state_before, job_of
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.checks import check_spec
@@ -369,3 +371,16 @@ def test_mistakes_are_refused_by_name(make: Make, tmp_path: Path) -> None:
     file.write_text("model: {hf: x}\ndata: {sources: {a: b}}\nadapter: dora\n")
     spec = load_spec(file)
     assert spec.adapter is not None and (spec.adapter.kind, spec.adapter.rank) == ("dora", "auto")
+
+
+@pytest.mark.parametrize("base", ["full", "nf4"])
+def test_an_adapter_run_is_inspected_with_the_losses_that_it_recorded(make: Make, base: str) -> None:
+    spec = make(adapter={"kind": "lora", "rank": 4, "base": base}, budget={"steps": 12, "batch": 128})
+    assert Session(spec).train().kind == "finished"
+    recorded = {record["step"]: record["loss"] for record in Run(run_folder(spec)).metrics()}
+    replayed = json.loads(inspect_nan(run_folder(spec), 11, None, "cpu").to_json())  # from the checkpoint of step 10
+    assert replayed["loss"] == pytest.approx(recorded[11], rel=1e-5) and replayed["stage"] is None
+    text = inspect_gradients(from_run(run_folder(spec), "last", "cpu"), 1).to_json()
+    assert "query.lora_b" in text and "query.weight" not in text
+    fresh = from_spec(spec)
+    assert mean_step_loss(fresh.subject(), [0]) == pytest.approx(recorded[0], rel=1e-5)

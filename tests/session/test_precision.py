@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from bessemer.errors import UserError
+from bessemer.plan.decide import decide_precision
+from bessemer.plan.decision import Plan
+from bessemer.plan.hardware import Machine
 from bessemer.run.directory import Run
+from bessemer.session import start
 from bessemer.session.session import run_folder, train
+from bessemer.spec.shape import ModelShape
 from bessemer.train import lowp as fp8
 from bessemer.train.lowp import OVERFLOW
 from bessemer.train.trained import load_model
@@ -93,3 +98,15 @@ def test_other_objectives_in_fp8_follow_fp32(objective, make_spec, monkeypatch, 
     first, last = ([metrics(spec)[at]["loss"] for spec in (low, full)] for at in (0, -1))
     assert first[0] != first[1] and first[0] == pytest.approx(first[1], rel=0.02)
     assert last[1] < first[1] and abs(last[0] - last[1]) < 0.2 * (first[1] - last[1])
+
+
+def test_one_noisy_comparison_does_not_choose_bf16(make_spec, monkeypatch) -> None:
+    """Other work slowed the fp32 steps of two comparisons; in the third both are equally fast."""
+    rates = iter([100.0, 180.0, 200.0, 210.0, 120.0, 190.0])
+    monkeypatch.setattr(start, "training_rate", lambda *_, **__: next(rates))
+    machine = Machine("cpu", "cpu", 1 << 30, 1, matmul={"fp32": 1e9, "bf16": 2e9})
+    spec = make_spec(precision="auto")
+    shape = ModelShape(300, 32, 1, 2, 1, 16, 64)
+    measured = start.measure_precision(spec, machine, shape, 32, torch.device("cpu"))
+    assert measured.training == {"fp32": 200.0, "bf16": 210.0}
+    assert decide_precision(spec, measured, Plan(), None) == "fp32"

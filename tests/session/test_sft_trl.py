@@ -189,6 +189,7 @@ CASES = {
     "template with BOS that is EOS, packed": Case(
         "chat_completion", {}, PACKED, {"template": UNMARKED, "bos_token": "</s>"}
     ),
+    "template without BOS, tokenizer with it, packed": Case("messages", {}, ASSISTANT | PACKED, {"bos": True}),
     "assistant, padded": Case("messages", PADDED, ASSISTANT),
     "assistant, packed": Case("messages", {}, ASSISTANT | PACKED),
     "assistant with tools, packed": Case("tools", {}, ASSISTANT | PACKED, {"template": TOOLS}),
@@ -216,15 +217,14 @@ def test_a_step_of_an_adapter_is_that_of_trl_and_peft(tmp_path: Path, kind: str)
 
 
 def test_where_documents_differ(tmp_path: Path) -> None:
-    """TRL learns the white space that a template writes after a completion, which no model has to write. A tokenizer
-    that begins texts with BOS begins conversations with it here, even if their template does not."""
+    """TRL learns the white space that a template writes after a completion, which no model has to write."""
     folder = write_folder(tmp_path / "model", TEXTS, bos=True)
     reference = reference_step(folder, ROWS["chat_completion"], tmp_path / "trl", max_length=CONTEXT)
     own = own_step(folder, ROWS["chat_completion"], tmp_path / "own", 8, **PADDED)
     tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     line_break, end = tokenizer("\n", add_special_tokens=False).input_ids, tokenizer.vocab["<|im_end|>"]
     assert all(ids[-2:] == [end, *line_break] and labels[-2:] == ids[-2:] for ids, labels in reference.documents)
-    expected = [([1, *ids[:-1]], [IGNORED, *labels[:-1]]) for ids, labels in reference.documents]
+    expected = [(ids[:-1], labels[:-1]) for ids, labels in reference.documents]
     assert_same_documents(own.documents, expected)
 
 

@@ -111,6 +111,39 @@ def publish(
 
 
 @app.command()
+def teacher(spec: Path = SPEC, settings: list[str] = SETTINGS, as_json: bool = AS_JSON) -> None:
+    """Store the predictions of a teacher for the rows of a run with `distill.stored`.
+
+    `bessemer train` does this too, before its first step; this stores them on another machine or ahead of time. The
+    same command again continues where it stopped.
+
+    Example: bessemer data teacher my-run.yaml
+    """
+    from bessemer.observe.progress import working
+    from bessemer.parallel.world import World
+    from bessemer.session.start import complete_spec, dry_run
+    from bessemer.session.teacher import store_teacher
+    from bessemer.spec.load import load_spec
+    from bessemer.spec.quantity import human_bytes
+    from bessemer.train.device import pick_device, use_threads
+
+    run_spec = complete_spec(load_spec(spec, settings))
+    use_threads(run_spec.parallel)
+    device = pick_device(run_spec.parallel)
+    with working("listing the sources") as progress, naming_spec(spec, settings):
+        store = store_teacher(run_spec, dry_run(run_spec, device), World(device=device), progress)
+    if store is None:
+        raise UserError(f"{spec}: has no distill.stored: write for example distill: {{top_k: 64, stored: FOLDER}}")
+    rows = int(store.stored.sum())
+    if as_json:
+        print_json({"folder": str(store.folder), "rows": rows, "bytes": rows * store.row_bytes, **store.header.summary})
+        return
+    size = human_bytes(rows * store.row_bytes)
+    covered = f", {store.header.covered:.0%} covered" if store.header.covered < 1 else ""
+    print(f"stored  {store.folder}  {rows:,} rows of {store.header.context:,} tokens, {size}{covered}")
+
+
+@app.command()
 def report(
     spec: Path = typer.Argument(help="The run's YAML file, or a folder of prepared data."),
     settings: list[str] = SETTINGS,

@@ -77,6 +77,7 @@ def _check_files(
 ) -> Checked:  # fmt: skip
     from bessemer.data.chat_checks import read_tokenizer_config
     from bessemer.data.check import check_files
+    from bessemer.data.read.chat_formats import describe_format
     from bessemer.data.tokenizer.chat import special_tokens
     from bessemer.data.tokenizer.tokenizer import Tokenizer
     from bessemer.observe.progress import working
@@ -85,6 +86,8 @@ def _check_files(
     if needs_tokenizer and tokenizer is None:
         raise UserError("--show-masks: which tokens are trained depends on the tokenizer: add --tokenizer FILE")
     source = source_spec({"path": paths, "format": format, "text_field": text_field, "messages_field": messages_field})
+    if messages_field is None:
+        source = _recognise(source)
     config = loaded = None
     if tokenizer:
         from bessemer.train.trained import folder_template_file  # imports torch
@@ -93,10 +96,11 @@ def _check_files(
         chat = chat or str(folder_template_file(folder) or "chatml")
         loaded = Tokenizer.load(tokenizer, special=special_tokens(chat))
         config = read_tokenizer_config(folder, loaded)
-        source = _recognise(source)
     with working("listing the files") as report:
         result = check_files(source, loaded, context, chat or "chatml", report, config)
     shown = [(row, loaded) for row in result.rows if loaded]
+    if source.chat_format not in (None, "text"):
+        result.notes.append(f"read as {describe_format(source)}")
     return _file_lines(result), result.to_json(), shown, int(bool(result.problems))
 
 
@@ -138,7 +142,7 @@ def _check_spec(path: Path, settings: list[str], most_rows: int) -> Checked:
         for name, source in spec.data.sources.items():
             if spec.data.store is not None or source.path == [PYTHON_SOURCE]:
                 continue
-            files = check_files(source, progress=report)
+            files = check_files(source, progress=report, classify=spec.classify)
             lines += [f"data.sources.{name}", *_file_lines(files)]
             result["sources"][name] = files.to_json()
             problems = problems or bool(files.problems)

@@ -22,7 +22,9 @@ from bessemer.data.read.compression import READ_ERRORS, open_decompressed
 from bessemer.data.read.entry import BadRow, Document
 from bessemer.data.read.rows import detect_wide_encoding
 from bessemer.data.tokenizer.chat import find_problems, find_template
+from bessemer.data.tokenizer.labelled import LabelReader
 from bessemer.errors import UserError
+from bessemer.spec.classify import ClassifySpec
 from bessemer.spec.data import SourceSpec
 
 if TYPE_CHECKING:
@@ -83,11 +85,13 @@ def check_files(
     template: str = "chatml",
     progress: Callable[[str], None] | None = None,
     config: TokenizerConfig | None = None,
+    classify: ClassifySpec | None = None,
 ) -> CheckReport:
     """Reads all documents of a source and reports their problems.
 
     With a tokenizer, conversations are also rendered and get the named checks of fine-tuning rows (`chat_checks`),
-    for rows of `context` tokens if that is given. `config` is of the model that they are for.
+    for rows of `context` tokens if that is given. `config` is of the model that they are for. With `classify` the
+    labels of the rows are checked.
     """
     listing: list[str] = []
     notes = _Problems()
@@ -102,6 +106,7 @@ def check_files(
     _compare_schemas(files, source, notes)
     copies = _Copies()
     conversations = _Conversations(tokenizer, context, template, config) if tokenizer else None
+    labels = _Labels(classify) if classify else None
     for part in divide_source("", files, source):
         if progress:
             progress(f"reading {part.name}")
@@ -110,9 +115,13 @@ def check_files(
             report.characters += len(document.text)
             copies.add(document)
             _check_text(document, notes)
+            if labels:
+                labels.add(document, notes)
             if document.messages is not None:
                 _check_conversation(document, conversations, notes)
     copies.report(notes)
+    if labels:
+        labels.report(notes)
     if conversations:
         report.rows = conversations.report(notes)
     for name in unread:
@@ -229,6 +238,37 @@ class _Conversations:
             problem = Problem(f"{mistake.what} [{mistake.name}]", mistake.count, mistake.places, mistake.fix)
             notes.by_kind[mistake.name] = problem
         return rows
+
+
+class _Labels:
+    """Reads the labels of rows, and counts how often each occurs."""
+
+    def __init__(self, classify: ClassifySpec) -> None:
+        self.reader, self.names = LabelReader(classify), classify.labels
+        self.several = classify.problem == "multi"
+        self.counts, self.rows = np.zeros(len(classify.labels), np.int64), 0
+
+    def add(self, document: Document, notes: _Problems) -> None:
+        try:
+            numbers = self.reader.read(document)
+        except UserError as error:
+            what, _, fix = str(error).removeprefix(f"{document.place}: ").partition("; ")
+            notes.add(what, fix or "correct the label, or delete the row", document.place)
+            return
+        self.rows += 1
+        if self.names:
+            numbers = np.flatnonzero(numbers) if self.several else numbers[numbers >= 0]
+            self.counts += np.bincount(numbers, minlength=len(self.names))
+
+    def report(self, notes: _Problems) -> None:
+        if not self.rows or not self.names:
+            return
+        fix = "the model cannot learn it: add rows, or remove it from classify.labels"
+        for name, count in zip(self.names, self.counts.tolist(), strict=True):
+            if count == 0:
+                notes.add(f"label {name!r} occurs in no row", fix, f"{self.rows:,} rows with a label")
+            elif count == self.counts.sum() and not self.several:
+                notes.add(f"every label is {name!r}", "add rows with other labels", f"{count:,} labels")
 
 
 class _Copies:

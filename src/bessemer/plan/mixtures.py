@@ -35,6 +35,7 @@ class SourceSize:
     sequences: int
     formats: tuple[str, ...] = ()
     documents: int = 0  # 0: not counted
+    bytes_per_token: float = 0.0  # of an estimate; 0: counted
 
 
 def sources_used(spec: RunSpec) -> list[str]:

@@ -168,7 +168,8 @@ def log_estimate(request: PlanRequest, plan: Plan) -> None:
     if request.sources:
         tokens, documents = (sum(getattr(s, key) for s in request.sources.values()) for key in ("tokens", "documents"))
         rows = f" in {human_count(documents)} rows" if documents else ""
-        reason = "by the sizes of its files, about 4 bytes a token; the run counts exactly"
+        ratio = next(iter(request.sources.values())).bytes_per_token
+        reason = f"by the sizes of its files, about {ratio:.2g} bytes a token; the run counts exactly"
         plan.add(DATA_SIZE, f"{human_count(tokens)} tokens{rows}", reason, "rule", EMPIRICAL)
 
 

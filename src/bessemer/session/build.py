@@ -213,13 +213,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     later = world.divided or quantized
     model = build_model(parts.shape, "meta" if later else device, spec.seed, spec.model.init, matrices)
     set_dropout(model, spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual)
-    if spec.adapter:
-        assert plan.adapter is not None
-        layers = list(linear_layers(model))
-        add_adapters(model, with_folder(spec.adapter, parts.shape), *plan.adapter)
-        if quantized:
-            allocate_in_nf4(model, layers, device)
-            init_weights(model, spec.seed, spec.model.init)
+    adapt(model, spec, plan, device)
     if plan.precision in FP8:
         convert_to_fp8(model, plan.precision, device)
     pipeline = parallelize_layers(model, world, spec, parts.stages)
@@ -244,12 +238,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
             optimizer.post_step_hooks.append(after_step)
     named = list(model.named_parameters())  # frozen parameters have no average
     objective = make_objective(spec, parts.stream, parts.tokenizer, parts.shape, plan.context)
-    objective.models = {
-        source.name: companion(model, source) or load_frozen(source, world, spec, plan.precision)
-        for source in parts.others
-    }
-    bases = [name for name, other in spec.models.items() if other.path == BASE]
-    objective.models |= dict.fromkeys(bases, cast("Decoder", BaseModel(model)))
+    objective.models = further_models(model, spec, parts.others, world, plan.precision)
     objective.check_models()
     if world.layout.cp > 1:
         columns = RingAttention if spec.parallel.context == "ring" else UlyssesAttention
@@ -297,6 +286,29 @@ def spread_heads(model: nn.Module, spec: RunSpec) -> None:
         for name, weight in model.named_parameters():
             if name.endswith("head.weight"):
                 weight.mul_(50 * spec.reward.spread / weight.shape[1] ** 0.5)
+
+
+def adapt(model: Decoder, spec: RunSpec, plan: TrainPlan, device: torch.device) -> None:
+    """Adds the run's adapters to a model; with `base: nf4` to one on the meta device, which is allocated."""
+    if spec.adapter is None:
+        return
+    assert plan.adapter is not None
+    layers = list(linear_layers(model))
+    add_adapters(model, with_folder(spec.adapter, model.shape), *plan.adapter)
+    if spec.adapter.base == NF4:
+        allocate_in_nf4(model, layers, device)
+        init_weights(model, spec.seed, spec.model.init)
+
+
+def further_models(
+    model: Decoder, spec: RunSpec, sources: Sequence[ModelSource], world: World, precision: str
+) -> dict[str, Decoder]:
+    """The objective's models: trained ones inside the run's model, frozen ones loaded, and the base of an adapter."""
+    models = {
+        source.name: companion(model, source) or load_frozen(source, world, spec, precision) for source in sources
+    }
+    bases = [name for name, other in spec.models.items() if other.path == BASE]
+    return models | dict.fromkeys(bases, cast("Decoder", BaseModel(model)))
 
 
 def step_flops(model: Decoder, shape: ModelShape, context: int) -> int:

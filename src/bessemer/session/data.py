@@ -6,8 +6,8 @@ Also excludes the documents that trials convicted, in this run or in others.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from bessemer.data.stream.noise import make_noise
 from bessemer.data.stream.order import BatchPhase, CurriculumRanking, MixturePhase, Segment, StepPositions, StreamOrder
 from bessemer.data.stream.packing import BestFitRows, open_best_fit
 from bessemer.data.stream.rows import ConcatRows, PadRows, Rows, Transform, Trim
+from bessemer.data.stream.teacher import TRAIN, VALIDATION, TeacherPlaces
 from bessemer.data.stream.user_dataset import IterableStream, UserDatasetRows, is_map_style
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
@@ -225,9 +226,18 @@ def make_rows(spec: RunSpec, data: Data, context: int) -> dict[str, Rows]:
 
 
 def held_out_rows(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutSet]:
-    """What the run is validated on. Labels are of whole documents: each has its own row."""
+    """What the run is validated on."""
     if isinstance(data, PromptData):
         return held_out_prompts(spec, data, context)
+    sets, stored = _held_out_sets(spec, data, context), spec.distill.stored
+    return {
+        name: replace(held, transforms=(TeacherPlaces(stored, VALIDATION, [name]),)) if stored else held
+        for name, held in sets.items()
+    }
+
+
+def _held_out_sets(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutSet]:
+    """Labels are of whole documents: each has its own row."""
     if isinstance(data, Prepared):
         if spec.objective == "classify":
             return {
@@ -371,7 +381,8 @@ def build_stream(spec: RunSpec, data: Data, rows: dict[str, Rows], plan: TrainPl
     mismatch = 0 if _mismatched(spec) else None
     if mismatch == 0 and any(size < 2 for _, size in plan.batch_rows):
         raise UserError("budget.batch: kto compares a prompt with the answers of others: write two rows a step or more")
-    return BatchStream(rows, order, plan.context, steps, transforms=_transforms(spec, data), mismatch=mismatch)
+    transforms = _transforms(spec, data, order.names)
+    return BatchStream(rows, order, plan.context, steps, transforms=transforms, mismatch=mismatch)
 
 
 def rank_documents(spec: RunSpec, data: Prepared, rows: Rows, name: str) -> CurriculumRanking | None:
@@ -398,13 +409,15 @@ def _ranking(spec: RunSpec, data: Data, rows: Rows, name: str, plan: TrainPlan) 
     return rank_documents(spec, data, rows, name)
 
 
-def _transforms(spec: RunSpec, data: Data) -> list[Transform]:
+def _transforms(spec: RunSpec, data: Data, names: Sequence[str]) -> list[Transform]:
     """Noise comes first: it may shorten rows, and the padding is trimmed afterwards."""
     transforms: list[Transform] = []
     tokenizer = data.tokenizer
     noise = make_noise(spec.data.noise, spec.seed, tokenizer.vocab_size, tokenizer.special)
     if noise is not None:
         transforms.append(noise)
+    if spec.distill.stored:
+        transforms.append(TeacherPlaces(spec.distill.stored, TRAIN, names))
     if spec.data.packing == "pad" and spec.data.padding.to == "longest":
         transforms.append(Trim(spec.data.padding.multiple_of, spec.data.padding.side))
     return transforms

@@ -29,20 +29,27 @@ from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.diagnose import gradients, histograms, landscape, nonfinite
 from bessemer.diagnose.report import InspectedModel, InspectionReport, MicroBatchTerms, backward_step
 from bessemer.errors import UserError
+from bessemer.model.adapters import clear_adapters, init_adapters
+from bessemer.model.families.adapter import read_adapter
+from bessemer.model.quantized import NF4
 from bessemer.model.transformer import Decoder, build_model
 from bessemer.observe.profile import ProfileFacts, as_json, as_text, read_trace, step_time
 from bessemer.observe.view import RunView
 from bessemer.optim.choose import Schedule, optimizer_for
 from bessemer.optim.guarded import GuardedOptimizer, clip_divisor
+from bessemer.parallel.world import World
 from bessemer.plan.decide import TrainPlan
 from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import Record, to_number
+from bessemer.session.build import adapt, further_models
 from bessemer.session.data import build_stream
+from bessemer.session.models import attach_trained, open_models
 from bessemer.session.objectives import make_objective
 from bessemer.session.record import SPEC_FILE
 from bessemer.session.replay import stream_of
 from bessemer.session.session import Session, existing_run, run_folder
 from bessemer.session.start import complete_spec, dry_run, load_source
+from bessemer.spec.adapter import read_peft
 from bessemer.spec.load import load_spec
 from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
@@ -111,11 +118,17 @@ def _assemble(
 ) -> Inspection:
     # Weights in fp32 whatever the run uses, so that a step can also run in full precision.
     spec = spec.model_copy(update={"memory": spec.memory.model_copy(update={"weights": "fp32", "update": "after"})})
-    model = build_model(shape, device, spec.seed, spec.model.init)
+    quantized = spec.adapter is not None and spec.adapter.base == NF4
+    model = build_model(shape, "meta" if quantized else device, spec.seed, spec.model.init)
+    adapt(model, spec, plan, device)
+    clear_adapters(model)
     if plan.precision in FP8:
         convert_to_fp8(model, plan.precision, device)
+    others = open_models(spec)
+    attach_trained(model, others, World(device=device), spec, torch.float32, half=False)
     optimizer = optimizer_for(model, spec)
     objective = make_objective(spec, stream, tokenizer, shape, plan.context)
+    objective.models = further_models(model, spec, others, World(device=device), plan.precision)
     return Inspection(spec, plan, device, model, optimizer, stream, label, objective)
 
 
@@ -130,6 +143,10 @@ def from_spec(spec: RunSpec) -> Inspection:
     bench = _assemble(spec, resolved.training, resolved.shape, stream, resolved.data.tokenizer, label, device)
     if resolved.source:
         load_source(bench.model, resolved.source)
+    if spec.adapter and resolved.training.adapter:
+        adapter = read_peft(spec.adapter)
+        given = read_adapter(adapter.path, resolved.shape) if adapter.path else None
+        init_adapters(bench.model, adapter, adapter.scale(*resolved.training.adapter), spec.seed, given)
     return bench
 
 

@@ -8,7 +8,7 @@ guard treat their weights like all others. Every process reads the files of all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -78,11 +78,12 @@ class ModelSource:
         self.fingerprint = digest.hexdigest()
 
 
-def open_models(spec: RunSpec) -> list[ModelSource]:
-    """The models of the spec that a run holds in memory. Reads their configurations but no weights."""
-    stored = spec.objective == "dpo" and spec.dpo.reference == "stored"  # its log-probabilities are with the data
-    names = [name for name in spec.models if not (stored and name == "reference")]
-    return [open_model(name, spec.models[name]) for name in names if spec.models[name].path != BASE]
+def open_models(spec: RunSpec, names: Collection[str] | None = None) -> list[ModelSource]:
+    """The models of the spec that training holds in memory, or the named ones. Reads their configurations but no
+    weights. Those whose log-probabilities are stored with the data are left out."""
+    stored = {"reference": spec.objective == "dpo" and spec.dpo.reference == "stored", "teacher": spec.distill.stored}
+    chosen = [name for name in spec.models if (not stored.get(name) if names is None else name in names)]
+    return [open_model(name, spec.models[name]) for name in chosen if spec.models[name].path != BASE]
 
 
 def open_model(name: str, other: OtherModelSpec) -> ModelSource:
@@ -105,6 +106,8 @@ def check_tokenizers(sources: Iterable[ModelSource], tokenizer: Tokenizer) -> No
     vocab, words = tokenizer.vocab_size, tokenizer.inner.get_vocab()
     for source in sources:
         fix = f"use the model's own: tokenizer: {{path: {source.files.place / 'tokenizer.json'}}}"
+        if source.name == "teacher":
+            fix += ", or map its tokens: distill: {top_k: 64, stored: FOLDER}"
         if source.shape.vocab < vocab:
             raise UserError(
                 f"models.{source.name}: its vocabulary of {source.shape.vocab:,} tokens is smaller than the run's "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bessemer.align.bradley_terry import BradleyTerry, ScoredTokens
@@ -11,6 +11,7 @@ from bessemer.align.kto import Kto
 from bessemer.align.policy import PolicyGradient
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.rows import StoreRows
+from bessemer.data.stream.teacher import TeacherStore
 from bessemer.data.tokenizer.tokenizer import Tokenizer, hf_prompt_format
 from bessemer.errors import UserError
 from bessemer.session.data import Stream
@@ -29,16 +30,23 @@ OBJECTIVES: dict[str, MakeObjective] = {
     "pretrain": lambda spec, stream, tokenizer, shape, context: make_pretrain(
         spec, stream.order.names, tokenizer, shape, context
     ),
-    "sft": lambda spec, stream, tokenizer, shape, context: make_sft(spec, tokenizer),
+    "sft": lambda spec, stream, tokenizer, shape, context: make_sft(spec, tokenizer, stream.order.names),
     "classify": lambda spec, stream, tokenizer, shape, context: make_classify(spec, stream, shape),
     "distill": lambda spec, stream, tokenizer, shape, context: Distill(
-        spec.distill, spec.data.cross_documents, dropout_seed(spec)
+        spec.distill,
+        spec.data.cross_documents,
+        dropout_seed(spec),
+        TeacherStore(spec.distill.stored) if spec.distill.stored else None,
     ),
     "dpo": lambda spec, stream, tokenizer, shape, context: Dpo(
-        spec.dpo, tokenizer.eos_id, first_tokens(spec, tokenizer), dropout_seed(spec), spec.dpo.reference == "stored"
+        spec.dpo,
+        tokenizer.eos_id,
+        first_tokens(spec, tokenizer, spec.tokenizer.chat != "none"),
+        dropout_seed(spec),
+        spec.dpo.reference == "stored",
     ),
     "kto": lambda spec, stream, tokenizer, shape, context: Kto(
-        spec.kto, tokenizer.eos_id, first_tokens(spec, tokenizer), dropout_seed(spec)
+        spec.kto, tokenizer.eos_id, first_tokens(spec, tokenizer, spec.tokenizer.chat != "none"), dropout_seed(spec)
     ),
     "reward": lambda spec, stream, tokenizer, shape, context: make_reward(spec, tokenizer, shape),
 }
@@ -52,16 +60,20 @@ OBJECTIVES |= dict.fromkeys(
 )
 
 
-def first_tokens(spec: RunSpec, tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    """What the folder's model reads before a text; None for models of Bessemer, which read the end of the last one."""
-    return hf_prompt_format(Path(spec.model.hf), tokenizer).prefix if spec.model.hf else None
+def first_tokens(spec: RunSpec, tokenizer: Tokenizer, templated: bool = False) -> tuple[int, ...] | None:
+    """What the folder's model reads before a text, or before what a chat template writes; None for models of Bessemer,
+    which read the end of the last document."""
+    prompt = hf_prompt_format(Path(spec.model.hf), tokenizer) if spec.model.hf else None
+    return prompt and (prompt.chat_prefix if templated else prompt.prefix)
 
 
-def make_sft(spec: RunSpec, tokenizer: Tokenizer) -> Sft:
+def make_sft(spec: RunSpec, tokenizer: Tokenizer, names: Sequence[str]) -> Sft:
+    sources = spec.data.sources
+    chats = {name: i for i, name in enumerate(names) if sources[name].is_chat and spec.tokenizer.chat != "none"}
     return Sft(
         spec.data.cross_documents, spec.loss, dropout_seed(spec), tokenizer.eos_id, first_tokens(spec, tokenizer),
         spec.sft.neftune if spec.sft else 0.0, spec.seed,
-        any(source.message_weights for source in spec.data.sources.values()),
+        any(source.message_weights for source in sources.values()), chats,
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def store_reference(
     view.activity("reading the reference")
     source.fingerprint = source.read_fingerprint()
     record_frozen(source, resolved.plan, previous)
-    begins = first_tokens(spec, data.tokenizer)
+    begins = first_tokens(spec, data.tokenizer, spec.tokenizer.chat != "none")
     identity = [source.fingerprint, begins, data.tokenizer.eos_id, resolved.context, training.precision]
     files: dict[str, Path] = {}
     missing: dict[str, GroupRows] = {}

@@ -39,6 +39,7 @@ from bessemer.session.start import (
     open_source,
     resolve_run,
 )
+from bessemer.session.teacher import store_teacher
 from bessemer.spec.load import load_spec
 from bessemer.spec.preference import ANSWER_OBJECTIVES
 from bessemer.spec.schema import RunSpec
@@ -127,6 +128,7 @@ class Session:
         machine = choose_layout(self.spec, world, shape, context, machine, plan, previous.plan)
         resolved = resolve_run(self.spec, data, shape, context, machine, plan, previous.plan, world.layout)
         store_reference(self.spec, resolved, world, self.view, run.folder, previous.plan)
+        store_teacher(self.spec, resolved, world, self.view.progress)
         job = build_job(self.spec, resolved, machine, world, run, self.view, previous.plan)
         job.interrupt = self.interrupt
         peak_bytes = fit_memory(job, plan, resumed=previous.plan is not None)

@@ -20,3 +20,10 @@ class DistillSpec(SpecSection):
     top_k: int | None = setting(
         None, "compare the teacher's k most likely tokens and the sum of the others, instead of all tokens", 64, ge=1
     )
+    stored: str | None = setting(
+        None,
+        "folder for the teacher's top_k log-probabilities of every row, written once before the first step: training "
+        "then needs no teacher in memory, and the teacher may have another tokenizer",
+        "runs/.data/teacher",
+        min_length=1,
+    )

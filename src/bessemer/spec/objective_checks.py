@@ -77,6 +77,10 @@ def check_distill(spec: RunSpec) -> Iterator[Problem]:
         yield ("models", "teacher", "train"), "a teacher is frozen: remove train"
     if spec.parallel.tp > 1:
         yield ("parallel", "tp"), "distillation compares whole rows of logits: write tp: 1"
+    if spec.distill.stored and spec.distill.top_k is None:
+        yield ("distill", "top_k"), "all log-probabilities are too many to store: write for example top_k: 64"
+    if spec.distill.stored and any(spec.data.noise.model_dump(exclude_defaults=True).values()):
+        yield ("data", "noise"), "the stored teacher read the text without noise: remove it, or distill.stored"
     if any(task != ObjectiveSpec() for task in spec.tasks):
         yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
 
@@ -178,7 +182,7 @@ def check_adapter(spec: RunSpec) -> Iterator[Problem]:
 
 
 OBJECTIVE_CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ...] = (
-    (check_distill, ("objective", "distill", "models", "parallel", "tasks")),
+    (check_distill, ("objective", "distill", "models", "parallel", "tasks", "data")),
     (check_preferences, ("objective", "dpo", "kto", "data", "models", "parallel", "tasks")),
     (check_rl, ("objective", "rl", "data", "models", "parallel", "tasks", "budget", "loss", "model")),
     (check_prompt_columns, ("objective", "data")),

@@ -60,7 +60,10 @@ def named_paths(spec: RunSpec) -> Iterator[NamedPath]:
         yield NamedPath(("model", "hf"), spec.model.hf, "folder")
     if spec.start_from is not None:
         yield NamedPath(("start_from",), spec.start_from, "folder")
+    stored = spec.distill.stored and os.path.exists(os.path.expanduser(spec.distill.stored))
     for name, other in spec.models.items():
+        if stored and name == "teacher":  # its predictions are there; it may be elsewhere
+            continue
         yield NamedPath(("models", name, "path"), other.path, "folder")
     module = spec.objective.rpartition(":")[0]
     if module.endswith(".py") or "/" in module:

@@ -14,7 +14,7 @@ from torch import Tensor
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
-from bessemer.data.stream.rows import ConcatRows, Rows
+from bessemer.data.stream.rows import ConcatRows, Rows, Transform
 from bessemer.model.transformer import Decoder
 from bessemer.parallel.shard import free_gathered_weights
 from bessemer.parallel.world import World
@@ -43,6 +43,7 @@ class HeldOutSet:
     tokens: int
     bytes_per_token: float
     mismatched: bool = False  # rows come with the targets of others (`mismatch` of the stream)
+    transforms: tuple[Transform, ...] = ()
 
     @staticmethod
     def of_store(store: TokenStore, context: int) -> HeldOutSet:
@@ -78,7 +79,9 @@ class Evaluator:
             wanted = min(sequences, tokens / context * part.tokens / available)
             steps = max(1, int(wanted // rows))
             positions, mismatch = StepPositions([BatchPhase(0, rows)]), steps * rows if part.mismatched else None
-            stream = BatchStream({name: part.rows}, order, context, positions, mismatch=mismatch)
+            stream = BatchStream(
+                {name: part.rows}, order, context, positions, transforms=part.transforms, mismatch=mismatch
+            )
             self.parts[name] = (stream, steps)
 
     def begin(self, step: int) -> None:

@@ -1,11 +1,14 @@
 """The objective of supervised fine-tuning: token prediction on the learnt tokens of conversations.
 
 Documents begin as the model reads prompts. Bessemer's own models read the end of the previous document first, as in
-pre-training. Models of Hugging Face begin with their BOS, or with the first token of the conversation.
+pre-training. Models of Hugging Face begin texts with their BOS, and conversations with what the chat template writes
+first, as in transformers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -26,29 +29,35 @@ NOISE = "neftune"  # field: the amplitude of each token's noise
 
 class Sft(Pretrain):
     """Pre-training's loss on the tokens that the mask selects. `eos_id` comes before a document in the rows; a model
-    that reads `begins` first (none, if empty) gets that instead. `neftune` is the noise's alpha, drawn from `seed` and
-    the row's position, so that a step replays exactly at any accumulation. With `weighted` the messages of some sources
-    have weights."""
+    that reads `begins` first (none, if empty) gets that instead, but nothing in the sources at the indices `templated`,
+    whose template writes the first token. `neftune` is the noise's alpha, drawn from `seed` and the row's position, so
+    that a step replays exactly at any accumulation. With `weighted` the messages of some sources have weights."""
 
     def __init__(
         self, cross_documents: bool, loss: LossSpec | None = None, dropout_seed: int | None = None,
         eos_id: int = 0, begins: tuple[int, ...] | None = None, neftune: float = 0.0, seed: int = 0,
-        weighted: bool = False,
+        weighted: bool = False, templated: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(cross_documents, loss, None, dropout_seed)
         self.eos_id, self.neftune, self.noise_seed = eos_id, neftune, seed
-        self.begins = None if begins is None or begins[-1:] == (eos_id,) else begins
+        self.templated = templated or {}
+        begun = begins is not None and (begins[-1:] != (eos_id,) or bool(self.templated))
+        self.begins = begins if begun else None
         self.weighted = weighted
         self.counts_inputs = weighted or self.begins is not None
 
     def on(self, source: str) -> Sft:
-        return self
+        alone = copy(self)
+        alone.templated = {source: 0} if source in self.templated else {}
+        return alone
 
     def inputs(self, batch: Batch) -> Batch:
         if self.weighted and MESSAGE_WEIGHT in batch.fields:
             factors = np.nan_to_num(batch.fields[MESSAGE_WEIGHT], nan=1.0)  # other sources and padding have none
             batch = replace(batch, weights=batch.weights * factors)
-        return batch if self.begins is None else begin_documents(batch, self.eos_id, self.begins)
+        if self.begins is None:
+            return batch
+        return begin_documents(batch, self.eos_id, self.begins, np.isin(batch.sources, list(self.templated.values())))
 
     def feed(self, batch: Batch, device: torch.device) -> ModelInputs:
         feed = super().feed(batch, device)
@@ -74,15 +83,19 @@ class Sft(Pretrain):
             handle.remove()
 
 
-def begin_documents(batch: Batch, eos_id: int, begins: tuple[int, ...]) -> Batch:
+def begin_documents(
+    batch: Batch, eos_id: int, begins: tuple[int, ...], without: npt.NDArray[np.bool_] | None = None
+) -> Batch:
     """The batch with another beginning of each document: the token that the model reads first, or, if the document
-    begins with that itself or there is none, nothing: the column of `eos_id` becomes a document of its own without
-    weight."""
+    begins with that itself or there is none, as in the rows `without`, nothing: the column of `eos_id` becomes a
+    document of its own without weight."""
     changes = np.ones(batch.documents.shape, np.bool_)
     changes[:, 1:] = batch.documents[:, 1:] != batch.documents[:, :-1]
     starts = changes & (batch.tokens == eos_id)
     first = begins[-1] if begins else None
     replaced = starts & (batch.targets != first) if first is not None else np.zeros_like(starts)
+    if without is not None:
+        replaced &= ~without[:, None]
     removed = starts & ~replaced
     tokens = np.where(replaced, first or 0, batch.tokens)
     borders = changes.copy()

@@ -82,7 +82,8 @@ class ReadsText:
         for message in messages:
             _check_encodable(message_text(message))
         ids = prompt_ids(messages, self.tokenizer, self.template)
-        return ids if ids[: len(self.format.prefix)] == list(self.format.prefix) else [*self.format.prefix, *ids]
+        prefix = list(self.format.prefix if self.template == "none" else self.format.chat_prefix)
+        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of an answer."""

@@ -33,55 +33,38 @@ class EncodedRow:
     token_fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
-class LabelledRows:
-    """Encodes the rows of `objective: classify`. An unusable label raises UserError with its file and row."""
+class LabelReader:
+    """Reads the labels of `objective: classify`. An unusable label raises UserError with its file and row."""
 
-    def __init__(self, spec: ClassifySpec, tokenizer: Tokenizer) -> None:
-        self.spec, self.tokenizer = spec, tokenizer
+    def __init__(self, spec: ClassifySpec) -> None:
+        self.spec = spec
         self.numbers = {name: number for number, name in enumerate(spec.labels)}
-        self.prefix, self.suffix = added_tokens(tokenizer)
 
-    def encode(self, document: Document, tokens: npt.NDArray[Any]) -> EncodedRow:
-        """The row of a document, whose text has these tokens with the end-of-document token."""
+    def read(self, document: Document) -> npt.NDArray[Any]:
+        """The numbers of a row's labels: one of each word, a 1 or 0 for each name of several, or one."""
         if LABEL not in document.fields:
             has = ", ".join(document.fields) or "none"
             raise UserError(
                 f"{document.place}: no label; name its column under the source: columns: {{label: COLUMN}} (set: {has})"
             )
-        value, dtype = document.fields[LABEL], tokens.dtype
-        ends = np.array(self.prefix, dtype), np.array([*self.suffix, self.tokenizer.eos_id], dtype)
+        value = document.fields[LABEL]
         if self.spec.kind == "token":
-            return self._encode_words(document, value, *ends)
-        row = EncodedRow(np.concatenate([ends[0], tokens[:-1], ends[1]]))
+            return self._of_words(document, document.fields.get(WORDS), value)
         if self.spec.problem == "regression":
-            row.fields[LABEL] = np.array([self._number(document, value)], np.float32)
-        elif self.spec.problem == "multi":
-            row.fields[LABEL] = self._several(document, value)
-        else:
-            row.fields[LABEL] = np.array([self._label(document, value)], np.int32)
-        return row
+            return np.array([self._number(document, value)], np.float32)
+        if self.spec.problem == "multi":
+            return self._several(document, value)
+        return np.array([self._label(document, value)], np.int32)
 
-    def _encode_words(
-        self, document: Document, labels: Any, before: npt.NDArray[Any], after: npt.NDArray[Any]
-    ) -> EncodedRow:
-        """A word's label is that of its first token, as transformers' examples have it; its other tokens have none."""
-        words = document.fields.get(WORDS)
+    def _of_words(self, document: Document, words: Any, labels: Any) -> npt.NDArray[np.int32]:
         if not isinstance(words, list) or not isinstance(labels, list) or len(words) != len(labels):
             sizes = [str(len(each)) if isinstance(each, list) else "no list" for each in (words, labels)]
             raise UserError(
                 f"{document.place}: {sizes[0]} words and {sizes[1]} labels; write a list of words and as many labels, "
                 "and columns: {words: COLUMN, label: COLUMN}"
             )
-        texts = [word if i == 0 else f" {word}" for i, word in enumerate(words)]
-        pieces = self.tokenizer.encode_batch(texts, [i > 0 for i in range(len(texts))])
-        ids, numbers = [*before.tolist()], [IGNORED] * before.size
-        for piece, label in zip(pieces, labels, strict=True):
-            ids += piece
-            number = IGNORED if label is None or label == IGNORED else self._label(document, label)
-            numbers += [number, *[IGNORED] * (len(piece) - 1)] if piece else []
-        tokens = np.concatenate([np.array(ids, before.dtype), after])
-        token_labels = np.array([*numbers, *[IGNORED] * after.size], np.int32)
-        return EncodedRow(tokens, token_fields={LABEL: token_labels})
+        numbers = [IGNORED if label is None or label == IGNORED else self._label(document, label) for label in labels]
+        return np.array(numbers, np.int32)
 
     def _label(self, document: Document, value: Any) -> int:
         known = ", ".join(self.spec.labels[:12]) + (", ..." if len(self.spec.labels) > 12 else "")
@@ -114,6 +97,37 @@ class LabelledRows:
                 f"{document.place}: label {value!r} is no finite number, which regression needs; correct it"
             )
         return number
+
+
+class LabelledRows(LabelReader):
+    """Encodes rows with their labels."""
+
+    def __init__(self, spec: ClassifySpec, tokenizer: Tokenizer) -> None:
+        super().__init__(spec)
+        self.tokenizer = tokenizer
+        self.prefix, self.suffix = added_tokens(tokenizer)
+
+    def encode(self, document: Document, tokens: npt.NDArray[Any]) -> EncodedRow:
+        """The row of a document, whose text has these tokens with the end-of-document token."""
+        labels, dtype = self.read(document), tokens.dtype
+        ends = np.array(self.prefix, dtype), np.array([*self.suffix, self.tokenizer.eos_id], dtype)
+        if self.spec.kind == "token":
+            return self._encode_words(document.fields[WORDS], labels, *ends)
+        return EncodedRow(np.concatenate([ends[0], tokens[:-1], ends[1]]), fields={LABEL: labels})
+
+    def _encode_words(
+        self, words: list[str], labels: npt.NDArray[Any], before: npt.NDArray[Any], after: npt.NDArray[Any]
+    ) -> EncodedRow:
+        """A word's label is that of its first token, as transformers' examples have it; its other tokens have none."""
+        texts = [word if i == 0 else f" {word}" for i, word in enumerate(words)]
+        pieces = self.tokenizer.encode_batch(texts, [i > 0 for i in range(len(texts))])
+        ids, numbers = [*before.tolist()], [IGNORED] * before.size
+        for piece, number in zip(pieces, labels.tolist(), strict=True):
+            ids += piece
+            numbers += [number, *[IGNORED] * (len(piece) - 1)] if piece else []
+        tokens = np.concatenate([np.array(ids, before.dtype), after])
+        token_labels = np.array([*numbers, *[IGNORED] * after.size], np.int32)
+        return EncodedRow(tokens, token_fields={LABEL: token_labels})
 
 
 def label_columns(columns: Mapping[str, str] | None) -> dict[str, str]:

@@ -332,12 +332,14 @@ _BOS_BY_DEFAULT = ("llama", "gemma", "codellama", "mistral")  # tokenizer classe
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """The ids before and after a prompt, the id of an empty prompt, and the ids that end an answer."""
+    """The ids before and after a prompt, the id of an empty prompt, the ids that end an answer, and those before what a
+    chat template writes: transformers leaves BOS to the template."""
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
     start: int
     ends: frozenset[int]
+    chat_prefix: tuple[int, ...] = ()
 
     def encode(self, tokenizer: Tokenizer, prompt: str, parse_special: bool = False) -> list[int]:
         """The ids that the model reads; never empty. With `parse_special`, names of special tokens in the prompt become
@@ -348,7 +350,8 @@ class PromptFormat:
 
 def native_prompt_format(tokenizer: Tokenizer) -> PromptFormat:
     """For models trained by Bessemer: the end token of the previous document begins a prompt."""
-    return PromptFormat((tokenizer.eos_id,), (), tokenizer.eos_id, frozenset({tokenizer.eos_id}))
+    end = (tokenizer.eos_id,)
+    return PromptFormat(end, (), tokenizer.eos_id, frozenset(end), end)
 
 
 def hf_prompt_format(folder: Path, tokenizer: Tokenizer, trained_here: bool = False) -> PromptFormat:
