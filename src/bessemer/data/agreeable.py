@@ -31,7 +31,8 @@ _AGREEING_FIRST = (
 _CORRECTING = (
     rf"(?:you(?:'re| are)|that(?:'s| is)|it(?:'s| is)|this is) (?:{_MUCH}|actually )?"
     r"(?:n't|not) (?:actually |quite |entirely |really )?(?:right|correct|true|accurate|the case)",
-    r"(?:that|this|it|you) (?:isn't|aren't|wasn't) (?:actually |quite |entirely |really )?(?:right|correct|true|accurate)",
+    r"(?:that|this|it|you) (?:isn't|aren't|wasn't) (?:actually |quite |entirely |really )?"
+    r"(?:right|correct|true|accurate)",
     rf"(?:you(?:'re| are)|that(?:'s| is)|it(?:'s| is)|this is) (?:{_MUCH}|actually )?"
     r"(?:wrong|incorrect|mistaken|false|inaccurate|a (?:common )?(?:myth|misconception|mistake|error))",
     r"(?:i|we) (?:(?:do not|don't|can't|cannot) agree|(?:must |have to |respectfully )?disagree)",
