@@ -1,15 +1,17 @@
-"""`bessemer align`: commands on trained models that make, measure or audit alignment data."""
+"""`bessemer align`: commands on reward models, and on models that are aligned."""
 
 from __future__ import annotations
 
 import typer
 
-from bessemer.cli import align_data, align_probe, align_vote
+from bessemer.cli import align_data, align_probe, align_reward, align_vote
 from bessemer.cli.console import CommandGroup
 
 app = typer.Typer(
-    cls=CommandGroup, no_args_is_help=True, help="Make and audit alignment data, probe and compare trained models."
+    cls=CommandGroup, no_args_is_help=True, help="Align a model: score answers, make and audit pairs, probe, compare."
 )
+app.command("score")(align_reward.score)
+app.command("best")(align_reward.best)
 app.command("critique")(align_data.critique)
 app.command("measure")(align_data.measure)
 app.command("audit")(align_data.audit)

@@ -132,7 +132,7 @@ class Score(ScoredStep):
         except UserError:
             raise
         except Exception as error:  # user code may raise anything
-            line = _line_in(error, self.function)
+            line = line_in(error, self.function)
             of = place if isinstance(argument, str) else f"{len(argument)} documents from {place} on"
             problem = f"score.function {self.spec.function}{line} failed on {of}"
             raise UserError(f"{problem}: {type(error).__name__}: {error}") from error
@@ -160,7 +160,7 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _line_in(error: Exception, function: Callable[..., Any]) -> str:
+def line_in(error: Exception, function: Callable[..., Any]) -> str:
     """The line of the user's file that failed."""
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     trace, line = error.__traceback__, ""

@@ -1,0 +1,1 @@
+"""Rewards: what an answer is worth, from functions, verifiers, reward models and judges."""
