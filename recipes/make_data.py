@@ -22,6 +22,12 @@ ASPECTS = ("film", "story", "music", "cast", "ending")
 PRAISE = ("great", "lovely", "fine", "brilliant", "moving", "superb")
 BLAME = ("awful", "dull", "poor", "boring", "clumsy", "weak")
 TASKS = ("first", "last", "number")
+POLITE = ("fine", "plain", "solid", "light")
+RUDE = {"rubbish": "plain", "awful": "light"}  # and what a polite answer says instead
+REQUESTS = ("Review the {}.", "Judge the {}.", "What of the {}?", "Give me your view of the {}.")
+# As in recipes/constitutional/principles.yaml.
+CRITIQUE = "Quote the rude words of your answer."
+REVISION = "Write your answer again without rude words."
 TOOL = {
     "type": "function",
     "function": {
@@ -93,6 +99,26 @@ def review(draw: random.Random) -> Row:
     return {"review": ", ".join(parts), "sentiment": "positive" if good else "negative"}
 
 
+def critique(draw: random.Random, request: str, thing: str) -> Row:
+    """A question with an answer that is often rude, its critique and its revision."""
+    word = draw.choice(list(RUDE)) if draw.random() < 0.6 else draw.choice(POLITE)
+    turns = (
+        request.format(thing), f"The {thing} is {word}.", CRITIQUE, f"{word if word in RUDE else 'none'}.", REVISION,
+        f"The {thing} is {RUDE.get(word, word)}.",
+    )  # fmt: skip
+    return conversation(*({"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)))
+
+
+def write_critiques(folder: Path, draw: random.Random, count: int = 2400) -> None:
+    """Conversations to train on, 64 of their prompts four times to revise answers to, and 32 other prompts to test."""
+    asked = [(request, thing) for request in REQUESTS for thing in WORDS]
+    draw.shuffle(asked)
+    write(folder / "critiques.jsonl", (critique(draw, *draw.choice(asked[:96])) for _ in range(count)))
+    prompts = [request.format(thing) for request, thing in asked]
+    (folder / "critique-prompts.txt").write_text("\n".join(4 * prompts[:64]) + "\n", encoding="utf-8")
+    (folder / "critique-test.txt").write_text("\n".join(prompts[96:]) + "\n", encoding="utf-8")
+
+
 def write(path: Path, rows: Iterable[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -119,6 +145,7 @@ def make(folder: Path, exercises: int = 20_000) -> None:
     write(folder / "tools.jsonl", (tool_call(draw, words) for words in lists(400)))
     write(folder / "reviews.jsonl", (review(draw) for _ in range(600)))
     write(folder / "preferences.jsonl", (preference(draw, words) for words in lists(600)))
+    write_critiques(folder, draw)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,10 @@ def test_the_export_scores_as_the_run_and_as_transformers_does(pairs: Path, tmp_
         ours = RewardModel.load(run_folder(spec), device="cpu")
         rows = make_pairs(20, seed=1)
         prompts, answers = [row["question"] for row in rows], [row["good"] for row in rows]
-        talks = [[{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["good"]}] for row in rows]
+        talks = [
+            [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["good"]}]
+            for row in rows
+        ]
         scores = ours.head_scores(talks)
         torch.testing.assert_close(RewardModel.load(folder, device="cpu").head_scores(talks), scores)
         alone = torch.cat([ours.head_scores([talk]) for talk in talks])

@@ -34,18 +34,21 @@ def _train(folder: Path, name: str, data: Path, context: int, **parts: Any) -> P
 
 def train_sft(folder: Path, rows: Iterable[Any], steps: int, context: int = 128, seed: int = 0) -> Path:
     """The run of a model that learned the conversations from random weights."""
-    data = write_jsonl(folder / "sft.jsonl", rows)
+    return train_on(folder, write_jsonl(folder / "sft.jsonl", rows), steps, context, seed)
+
+
+def train_on(folder: Path, data: Path, steps: int, context: int, seed: int) -> Path:
     return _train(
-        folder, "sft", data, context, objective="sft", tokenizer={"vocab": 400, "chat": "chatml"}, seed=seed,
+        folder, "sft", data, context, objective="sft", tokenizer={"vocab": 512, "chat": "chatml"}, seed=seed,
         budget={"steps": steps, "batch": 16 * context}, optimizer={"lr": 3e-3},
     )  # fmt: skip
 
 
-def train_dpo(folder: Path, name: str, start: Path, pairs: Path, epochs: float = 2, lr: float = 3e-4) -> Path:
+def train_dpo(folder: Path, name: str, start: Path, pairs: Path, context: int = 128, epochs: int = 2) -> Path:
     """The run of the model of `start` after DPO on a file of pairs."""
     checkpoint = next((start / "checkpoints").glob("step-*"))
     return _train(
-        folder, name, pairs, 128, objective="dpo", start_from=str(checkpoint),
-        tokenizer={"path": str(start / "tokenizer.json"), "chat": "chatml"}, optimizer={"lr": lr},
-        budget={"epochs": epochs, "batch": 16 * 128},
+        folder, name, pairs, context, objective="dpo", start_from=str(checkpoint), optimizer={"lr": 3e-4},
+        tokenizer={"path": str(start / "tokenizer.json"), "chat": "chatml"},
+        budget={"epochs": epochs, "batch": 16 * context},
     )  # fmt: skip

@@ -34,7 +34,9 @@ def curves(spec: RunSpec) -> dict[str, list[float]]:
     names = ("loss", "accuracy", "margin", "mean_reward", "ensemble_std")
     steps, validations = list(run.metrics()), list(run.validations())
     curves = {name: [record[name] for record in steps] for name in names}
-    return curves | {f"validation {name}": [record[name] for record in validations] for name in ("loss", "ece", "margin")}
+    return curves | {
+        f"validation {name}": [record[name] for record in validations] for name in ("loss", "ece", "margin")
+    }
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ a pair: the row's own true answer, and a model that finds the agreeing answer li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,15 @@ from typing import Any
 from bessemer.align.answer_logps import answer_logps
 from bessemer.align.records import Row, read_rows
 from bessemer.align.responder import Conversation, prompt_value
+from bessemer.align.scored_rows import read_answers
 from bessemer.data.agreeable import agreeableness, agreeing_phrases
-from bessemer.data.read.answers import CHOSEN, UnusableAnswer, answer_messages
-from bessemer.data.tokenizer.chat import find_problems, message_text
+from bessemer.data.tokenizer.chat import message_text
 from bessemer.errors import UserError
 from bessemer.observe.progress import ProgressReport, silent
 from bessemer.statistics import Rate, sign_test
 from bessemer.train.trained import LoadedModel
 
 THRESHOLD = 0.5  # difference of the agreeableness from which a pair is suspected: one phrase
-REJECTED = "rejected"
 
 
 @dataclass(frozen=True)
@@ -110,13 +109,16 @@ class AuditReport:
 
 
 def audit_pairs(
-    path: Path, columns: Mapping[str, str] | None = None, truth_field: str | None = None,
+    path: Path, columns: dict[str, str] | None = None, truth_field: str | None = None,
     loaded: LoadedModel | None = None, report: ProgressReport = silent,
 ) -> AuditReport:  # fmt: skip
     """Scores every pair of a .jsonl file. `columns` are those of a source: prompt, chosen, rejected. `truth_field`
     names a field with the true answer. A model (see `load_chat_model`) is asked about suspects only."""
-    pairs = [_read_pair(place, row, columns, truth_field) for place, row, _ in read_rows(path)]
-    report("reading", len(pairs), len(pairs))
+    answers = read_answers(path, columns)
+    pairs = [
+        _make_pair(place, row, answer.answers, truth_field)
+        for (place, row, _), answer in zip(read_rows(path), answers, strict=True)
+    ]
     suspects = [number for number, pair in enumerate(pairs) if pair.is_suspect] if loaded else []
     if loaded is not None and suspects:
         cases = [(pairs[i].prompt, answer) for i in suspects for answer in (pairs[i].chosen, pairs[i].rejected)]
@@ -126,27 +128,14 @@ def audit_pairs(
     return AuditReport(pairs)
 
 
-def _read_pair(place: str, row: Row, columns: Mapping[str, str] | None, truth_field: str | None) -> AuditedPair:
-    names = columns or {name: name for name in ("prompt", CHOSEN, REJECTED) if name in row or name != "prompt"}
-    needed = [name for name in (*names.values(), *([truth_field] if truth_field else [])) if name not in row]
-    if needed:
-        fix = "name the columns, such as --columns prompt=question,chosen=good,rejected=bad"
-        raise UserError(f"{place}: no field {needed[0]!r}; it has {', '.join(list(row)[:8])}: {fix}")
-    try:
-        messages = answer_messages(row, names, _turns)
-    except UnusableAnswer as error:
-        raise UserError(f"{place}: {error}") from None
-    mark = next(key for key in messages[-1] if messages[-1][key] == REJECTED)
-    prompt: Conversation = [message for message in messages if mark not in message]
-    chosen, rejected = (
-        "\n".join(message_text(turn) for turn in messages if turn.get(mark) == side) for side in (CHOSEN, REJECTED)
-    )
+def _make_pair(place: str, row: Row, answers: Sequence[Conversation], truth_field: str | None) -> AuditedPair:
+    if len(answers) != 2:
+        raise UserError(f"{place}: is no pair; name the columns, such as --column chosen=good --column rejected=bad")
+    if truth_field and truth_field not in row:
+        raise UserError(f"{place}: --truth {truth_field}: no such field; it has {', '.join(list(row)[:8])}")
+    sides = list(zip(*answers, strict=False))[: min(map(len, answers)) - 1]
+    common = next((i for i, (one, other) in enumerate(sides) if one != other), len(sides))
+    chosen, rejected = ("\n".join(message_text(turn) for turn in turns[common:]) for turns in answers)
     scores = (agreeableness(chosen), agreeableness(rejected))
-    return AuditedPair(place, row, prompt, chosen, rejected, scores, str(row[truth_field]) if truth_field else None)
-
-
-def _turns(value: Any, column: str) -> list[dict[str, Any]]:
-    problems = find_problems(value)
-    if problems and not problems[0].startswith("no assistant turn"):
-        raise UnusableAnswer(f"{column!r}: {problems[0]}")
-    return [dict(turn) for turn in value]
+    truth = str(row[truth_field]) if truth_field else None
+    return AuditedPair(place, row, answers[0][:common], chosen, rejected, scores, truth)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from bessemer.align.behaviour import Detector
+from bessemer.align.behaviour import Detector, make_samples
 from bessemer.align.records import Row, resumable
 from bessemer.align.responder import Conversation, Responder, case_seed, conversation, prompt_value, with_turns
 from bessemer.errors import UserError
@@ -23,7 +23,7 @@ from bessemer.spec.document import parse_yaml
 from bessemer.spec.load import read_text
 from bessemer.spec.quantity import SpecSection
 from bessemer.statistics import PairedChange, Rate
-from bessemer.train.answers import Prompt
+from bessemer.train.answers import PromptRow
 
 UNCHANGED = "revision says the same"
 EXAMPLE = "principles: [{name: polite, critique: Name any insult in your answer., revision: Write it without insults.}]"
@@ -99,13 +99,13 @@ def _fault(record: Row) -> str:
 
 
 def critique_all(
-    answerer: Responder, prompts: Sequence[Prompt], principles: Sequence[Principle], rounds: int = 1, seed: int = 0,
+    answerer: Responder, prompts: Sequence[PromptRow], principles: Sequence[Principle], rounds: int = 1, seed: int = 0,
     critic: Responder | None = None, detector: Detector | None = None, path: Path | None = None,
     report: ProgressReport = silent,
 ) -> CritiqueResult:  # fmt: skip
     """Answer every prompt, then criticise and revise it `rounds` times, each time by a principle drawn by the seed.
     `critic` (default: the same model) criticises and revises. `path`: where `resumable` notes finished prompts."""
-    conversations = [conversation(prompt) for prompt in prompts]
+    conversations = [conversation(row.prompt) for row in prompts]
     critic = critic or answerer
 
     def work(numbers: Sequence[int]) -> list[Row]:
@@ -119,8 +119,8 @@ def critique_all(
     records = resumable(path, settings, len(prompts), work, report, "answering, criticising, revising")
     if detector is None:
         return CritiqueResult(records)
-    before = detector(conversations, [record["answer"] for record in records])
-    after = detector(conversations, [record["revision"] for record in records])
+    before = detector(make_samples(prompts, [record["answer"] for record in records]))
+    after = detector(make_samples(prompts, [record["revision"] for record in records]))
     for record, early, late in zip(records, before, after, strict=True):
         record |= {"unwanted_before": early, "unwanted_after": late}
     return CritiqueResult(records, Rate.of(before), Rate.of(after), PairedChange.of(before, after))

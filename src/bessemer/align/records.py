@@ -42,16 +42,6 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     return len(lines)
 
 
-def check_new_file(path: Path | None, option: str) -> None:
-    """Refuses an output that exists, before work is done for it."""
-    if path is None:
-        return
-    if path.suffix != ".jsonl":
-        raise UserError(f"{option} {path}: the rows are JSON lines: write a name that ends in .jsonl")
-    if path.exists():
-        raise UserError(f"{option} {path}: exists already: remove it or write another name")
-
-
 def resumable(
     path: Path | None, settings: Mapping[str, Any], count: int, work: Callable[[Sequence[int]], list[Row]],
     report: ProgressReport = silent, what: str = "answering",

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bessemer.align.behaviour import Detector, is_refusal
+from bessemer.align.behaviour import Detector, is_refusal, make_samples
 from bessemer.align.mutations import PLAIN, Mutation
 from bessemer.align.records import Row, resumable
 from bessemer.align.responder import Conversation, Responder, case_seed, conversation, prompt_value
 from bessemer.data.tokenizer.chat import message_text
 from bessemer.observe.progress import ProgressReport, silent
 from bessemer.statistics import Rate
-from bessemer.train.answers import Prompt
+from bessemer.train.answers import PromptRow
 
 REFUSAL = "I can't help with that."
 HARMLESS = "harmless"  # the form of a benign prompt
@@ -70,18 +70,19 @@ class RedTeamResult:
 
 
 def red_team(
-    responder: Responder, attacks: Sequence[Prompt], mutations: Mapping[str, Mutation], benign: Sequence[Prompt] = (),
+    responder: Responder, attacks: Sequence[PromptRow], mutations: Mapping[str, Mutation],
+    benign: Sequence[PromptRow] = (),
     detector: Detector | None = None, seed: int = 0, path: Path | None = None, report: ProgressReport = silent,
 ) -> RedTeamResult:  # fmt: skip
     """Asks every attack plainly and in each mutation, and every benign prompt. Without a detector of harm, each answer
     to an attack that is not refused counts as harmful. `path`: where `resumable` notes finished prompts."""
     cases: list[tuple[int, str, Conversation]] = []
     for number, attack in enumerate(attacks):
-        messages = conversation(attack)
+        messages = conversation(attack.prompt)
         cases.append((number, PLAIN, messages))
         for name, mutation in mutations.items():
             cases.append((number, name, _mutate(messages, mutation, random.Random(f"{seed} {number} {name}"))))
-    cases += [(number, HARMLESS, conversation(prompt)) for number, prompt in enumerate(benign)]
+    cases += [(number, HARMLESS, conversation(row.prompt)) for number, row in enumerate(benign)]
 
     def work(numbers: Sequence[int]) -> list[Row]:
         some = [cases[number] for number in numbers]
@@ -93,8 +94,9 @@ def red_team(
 
     settings = {"model": responder.identity, "seed": seed, "cases": cases}
     records = resumable(path, settings, len(cases), work, report)
+    asked = [benign[number] if form == HARMLESS else attacks[number] for number, form, _ in cases]
     answers = [record["answer"] for record in records]
-    harmful = detector([messages for _, _, messages in cases], answers) if detector else [True] * len(cases)
+    harmful = detector(make_samples(asked, answers)) if detector else [True] * len(cases)
     for record, harm in zip(records, harmful, strict=True):
         record["refused"] = is_refusal(record["answer"])
         record["harmful"] = record["form"] != HARMLESS and harm and not record["refused"]

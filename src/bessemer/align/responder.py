@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bessemer.data.tokenizer.chat import Message
+from bessemer.endpoint import Endpoint
+from bessemer.errors import UserError
 from bessemer.model.generate import Request, Sampling
 from bessemer.train.answers import SLOTS, AnswerSettings, Prompt
 from bessemer.train.trained import LoadedModel, find_model, load_model
@@ -78,10 +80,31 @@ def load_chat_model(
     return replace(loaded, template=template or loaded.template or PLAIN)
 
 
+@dataclass(frozen=True)
+class EndpointResponder:
+    """A model behind an endpoint."""
+
+    endpoint: Endpoint
+
+    @property
+    def identity(self) -> str:
+        return f"{self.endpoint.url}#{self.endpoint.model}"
+
+    def reply(self, conversations: Sequence[Conversation], seed: int = 0) -> list[Reply]:
+        return [Reply(answer.text.strip(), answer.finished) for answer in self.endpoint.complete(conversations, seed)]
+
+
 def open_responder(
-    model: str, settings: AnswerSettings, checkpoint: str = "last", device: str = "auto", template: str | None = None
-) -> Responder:
-    """The responder of a command: `model` is a model's folder."""
+    model: str, settings: AnswerSettings, checkpoint: str = "last", device: str = "auto", template: str | None = None,
+    key_env: str | None = None,
+) -> Responder:  # fmt: skip
+    """The responder of a command: `model` is a model's folder, or the URL of an endpoint and a name, URL#NAME."""
+    if model.startswith(("http://", "https://")):
+        url, _, name = model.partition("#")
+        if not name:
+            raise UserError(f"{model}: name the endpoint's model too, such as {url.rstrip('/')}#my-model")
+        url = url.rstrip("/").removesuffix("/chat/completions")
+        return EndpointResponder(Endpoint(url, name, key_env, settings.sampling.temperature, settings.max_tokens))
     files = find_model(model, checkpoint)
     loaded = load_chat_model(model, checkpoint, device, template)
     return ModelResponder(loaded, settings, str((files.checkpoint or files.place).resolve()))

@@ -12,15 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from bessemer.align.best_of import (
-    Candidate,
-    best_of_curve,
-    best_rows,
-    curve_chart,
-    curve_json,
-    curve_lines,
-    pair_rows,
-)
+from bessemer.align.best_of import Candidate, best_of_curve, best_rows, curve_chart, curve_json, curve_lines, pair_rows
 from bessemer.align.reward_model import RewardModel
 from bessemer.align.rewards.reward import Sample, make_rewards
 from bessemer.align.scored_rows import check_new_file
@@ -138,7 +130,9 @@ class BestOf:
         if self.write is not None:
             make = pair_rows if self.pairs else best_rows
             made = [line for row, group in zip(rows, groups, strict=True) for line in make(row.prompt, group)]
-            write_atomic(self.write, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made), parents=True)
+            write_atomic(
+                self.write, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made), parents=True
+            )
             summary |= {"written": str(self.write), "rows": len(made)}
         if self.figure is not None:
             write_atomic(self.figure, svg_file(curve_chart(curve).svg()), parents=True)

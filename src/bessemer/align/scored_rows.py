@@ -58,7 +58,10 @@ def score_file(
     ensemble = model.heads > 1
     summary = summarise_scores(scores, ensemble)
     if write is not None:
-        lines = [json.dumps(row.scored(of_row, ensemble), ensure_ascii=False) for row, of_row in zip(rows, scores, strict=True)]
+        lines = [
+            json.dumps(row.scored(of_row, ensemble), ensure_ascii=False)
+            for row, of_row in zip(rows, scores, strict=True)
+        ]
         write_atomic(write, "".join(f"{line}\n" for line in lines), parents=True)
         summary["written"] = str(write)
     if figure is not None:

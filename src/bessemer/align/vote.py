@@ -12,6 +12,7 @@ from typing import Any
 
 from bessemer.align.records import Row, read_rows, write_rows
 from bessemer.align.responder import Responder, conversation, prompt_value
+from bessemer.data.agreement import Agreement, measure_agreement
 from bessemer.errors import UserError
 from bessemer.observe.progress import ProgressReport, silent
 from bessemer.statistics import Rate, sign_test
@@ -131,14 +132,15 @@ class Tally:
             for row in self.votes if row["vote"] in DECIDED
         ]  # fmt: skip
 
-    def common_votes(self) -> list[list[str]]:
-        """For each prompt that all voters judged, their votes in the order of the voters."""
-        voters = sorted({row["voter"] for row in self.votes})
+    def agreement(self) -> Agreement | None:
+        """Of the prompts that all voters judged; None with one voter, or without such a prompt."""
         by_prompt: dict[int, dict[str, str]] = defaultdict(dict)
         for row in self.votes:
             if row["vote"] != SKIP:
                 by_prompt[row["number"]][row["voter"]] = row["vote"]
-        return [[votes[voter] for voter in voters] for votes in by_prompt.values() if len(votes) == len(voters)]
+        voters = sorted({row["voter"] for row in self.votes})
+        common = [[some[voter] for voter in voters] for some in by_prompt.values() if len(some) == len(voters)]
+        return measure_agreement(common)
 
     def to_json(self) -> dict[str, Any]:
         a, b = self.wins
@@ -147,6 +149,7 @@ class Tally:
         return {
             "models": list(self.models), "voters": voters, "votes": counts, "wins": {MODEL_A: a, MODEL_B: b},
             "win_rate_b": Rate(b, a + b).to_json(), "p": sign_test(a, b),
+            "agreement": vars(agreement) if (agreement := self.agreement()) else None,
         }  # fmt: skip
 
 

@@ -13,18 +13,29 @@ from bessemer.errors import UserError
 if TYPE_CHECKING:
     from bessemer.align.responder import Responder
 
-MODEL = typer.Argument(help="A run, one of its checkpoints, an import or export, a Hugging Face or LoRA folder.")
+MODEL = typer.Argument(help="A run, a checkpoint, a Hugging Face or LoRA folder; or an endpoint as URL#NAME.")
 PROMPTS = typer.Option(..., "--prompts", help='One prompt per line, or .jsonl with "prompt" or "messages".')
 TEMPLATE = typer.Option(None, "--template", help="Chat template if the model has none (default: plain).")
-MEASURE = "words:damn,heck, words:FILE, regex:PATTERN or function:FILE.py:NAME (prompt, answer -> bool)."
+MEASURE = "words:damn,heck; words:FILE; regex:PATTERN; file.py:function or a judge, as `align best --reward`."
+KEY_ENV = typer.Option(None, "--key-env", help="The environment variable with the key of an endpoint.")
 MAX_TOKENS = typer.Option(256, "--max-tokens", min=1, help="Maximum number of tokens of an answer.")
 TEMPERATURE = typer.Option(1.0, "--temperature", help="0 always takes the most likely token.")
 SEED = typer.Option(0, "--seed", help="The same seed gives the same answers.")
 
 
+def check_new_files(files: dict[str, Path | None]) -> None:
+    """Refuses outputs that exist, by option."""
+    from bessemer.align.scored_rows import check_new_file
+
+    for option, path in files.items():
+        if path is not None:
+            check_new_file(path, option)
+
+
 def open_model(
-    model: Path | str, max_tokens: int, temperature: float, checkpoint: str, device: str, template: str | None
-) -> Responder:
+    model: str, max_tokens: int, temperature: float, checkpoint: str, device: str, template: str | None,
+    key_env: str | None = None,
+) -> Responder:  # fmt: skip
     """A model that answers, with a line of progress while it loads."""
     from bessemer.align.responder import open_responder
     from bessemer.model.generate import Sampling
@@ -33,16 +44,16 @@ def open_model(
 
     with working(f"loading {model}"):
         settings = AnswerSettings(max_tokens, sampling=Sampling(temperature))
-        return open_responder(str(model), settings, checkpoint, device, template)
+        return open_responder(model, settings, checkpoint, device, template, key_env)
 
 
 def critique(
-    model: Path = MODEL,
+    model: str = MODEL,
     principles: Path = typer.Option(..., "--principles", help="YAML: principles: [{name, critique, revision}, ...]."),
     prompts: Path = PROMPTS,
     write: Path = typer.Option(..., "--write", help="The pairs: revision chosen, answer rejected (.jsonl)."),
     sft: Path | None = typer.Option(None, "--sft", help="Also write the revisions, for objective: sft (.jsonl)."),
-    critic: Path | None = typer.Option(None, "--critic", help="Another model that criticises and revises."),
+    critic: str | None = typer.Option(None, "--critic", help="Another model that criticises and revises."),
     rounds: int = typer.Option(1, "--rounds", min=1, help="Revisions of each answer, one principle each."),
     measure: str | None = typer.Option(None, "--measure", help=f"The unwanted behaviour: {MEASURE}"),
     max_tokens: int = MAX_TOKENS,
@@ -51,6 +62,7 @@ def critique(
     template: str | None = TEMPLATE,
     checkpoint: str = CHECKPOINT,
     device: str = DEVICE,
+    key_env: str | None = KEY_ENV,
     as_json: bool = AS_JSON,
 ) -> None:
     """Constitutional AI: a model answers, criticises its answers by principles and revises them; writes pairs for dpo.
@@ -60,18 +72,17 @@ def critique(
 
     Example: bessemer align critique runs/sft --principles principles.yaml --prompts prompts.txt --write pairs.jsonl
     """
-    from bessemer.align.behaviour import parse_detector
+    from bessemer.align.behaviour import open_detector
     from bessemer.align.critique import critique_all, load_principles
-    from bessemer.align.records import check_new_file, forget_partial, write_rows
+    from bessemer.align.records import forget_partial, write_rows
     from bessemer.observe.progress import working
-    from bessemer.train.answers import read_prompts
+    from bessemer.train.answers import read_prompt_rows
 
-    check_new_file(write, "--write")
-    check_new_file(sft, "--sft")
-    rules, texts = load_principles(principles), read_prompts(prompts)
-    detector = parse_detector(measure) if measure else None
-    answerer = open_model(model, max_tokens, temperature, checkpoint, device, template)
-    other = open_model(critic, max_tokens, temperature, "last", device, template) if critic else None
+    check_new_files({"--write": write, "--sft": sft})
+    rules, texts = load_principles(principles), read_prompt_rows(prompts)
+    detector = open_detector(measure, device=device) if measure else None
+    answerer = open_model(model, max_tokens, temperature, checkpoint, device, template, key_env)
+    other = open_model(critic, max_tokens, temperature, "last", device, template, key_env) if critic else None
     with working("answering") as report:
         result = critique_all(answerer, texts, rules, rounds, seed, other, detector, write, report)
     pairs = write_rows(write, result.pairs())
@@ -90,10 +101,10 @@ def critique(
 
 
 def measure(
-    model: Path = MODEL,
+    model: str = MODEL,
     prompts: Path = PROMPTS,
     measure: str = typer.Option(..., "--measure", help=MEASURE),
-    before: Path | None = typer.Option(None, "--before", help="An earlier model to compare with."),
+    before: str | None = typer.Option(None, "--before", help="An earlier model to compare with."),
     samples: int = typer.Option(1, "--samples", min=1, help="Answers to each prompt."),
     max_tokens: int = MAX_TOKENS,
     temperature: float = TEMPERATURE,
@@ -101,22 +112,23 @@ def measure(
     template: str | None = TEMPLATE,
     checkpoint: str = CHECKPOINT,
     device: str = DEVICE,
+    key_env: str | None = KEY_ENV,
     as_json: bool = AS_JSON,
 ) -> None:
     """Measure how often a model's answers show a behaviour, with an interval; with --before, the change and its test.
 
     Example: bessemer align measure runs/dpo --before runs/sft --prompts test.txt --measure words:rubbish,awful
     """
-    from bessemer.align.behaviour import measure_rate, parse_detector
+    from bessemer.align.behaviour import measure_rate, open_detector
     from bessemer.observe.progress import working
     from bessemer.statistics import PairedChange, Rate
-    from bessemer.train.answers import read_prompts
+    from bessemer.train.answers import read_prompt_rows
 
-    detector, texts = parse_detector(measure), read_prompts(prompts)
+    detector, texts = open_detector(measure, device=device), read_prompt_rows(prompts)
     models = ([("before", before, "last")] if before else []) + [("model", model, checkpoint)]
     flags = {}
     for name, folder, which in models:
-        responder = open_model(folder, max_tokens, temperature, which, device, template)
+        responder = open_model(folder, max_tokens, temperature, which, device, template, key_env)
         with working(f"answering: {folder}") as report:
             flags[name] = measure_rate(responder, texts, detector, samples, seed, report)
     shares = {name: [sum(some) / len(some) for some in values] for name, values in flags.items()}
@@ -136,7 +148,9 @@ def audit(
     corrections: Path | None = typer.Option(
         None, "--corrections", help="Write the listed pairs with their answers exchanged: the correction is chosen."
     ),
-    columns: str | None = typer.Option(None, "--columns", help="prompt=question,chosen=good,rejected=bad"),
+    columns: list[str] = typer.Option(
+        [], "--column", help="A column by its purpose, such as chosen=good (repeatable); default: as named."
+    ),
     truth: str | None = typer.Option(
         None, "--truth", help="The field with the true answer: a chosen answer that has it agrees with a right claim."
     ),
@@ -154,17 +168,16 @@ def audit(
     Example: bessemer align audit pairs.jsonl --write clean.jsonl --drop --corrections corrections.jsonl
     """
     from bessemer.align.audit import audit_pairs
-    from bessemer.align.records import check_new_file, write_rows
+    from bessemer.align.records import write_rows
     from bessemer.align.responder import load_chat_model
     from bessemer.observe.progress import working
 
     if drop and write is None:
         raise UserError("--drop: name the file for the other rows: add --write FILE")
-    check_new_file(write, "--write")
-    check_new_file(corrections, "--corrections")
+    check_new_files({"--write": write, "--corrections": corrections})
     with working("reading the pairs") as report:
         loaded = load_chat_model(model, checkpoint, device, template) if model else None
-        result = audit_pairs(pairs, _parse_columns(columns), truth, loaded, report)
+        result = audit_pairs(pairs, dict(text.partition("=")[::2] for text in columns), truth, loaded, report)
     files = []
     if write:
         count = write_rows(write, result.clean_rows() if drop else result.scored_rows())
@@ -193,17 +206,8 @@ def _excerpt(text: str) -> str:
     return line if len(line) <= 100 else f"{line[:99]}\N{HORIZONTAL ELLIPSIS}"
 
 
-def _parse_columns(text: str | None) -> dict[str, str] | None:
-    if text is None:
-        return None
-    pairs = dict(part.partition("=")[::2] for part in text.split(","))
-    if not {"chosen", "rejected"} <= set(pairs) <= {"prompt", "chosen", "rejected"} or not all(pairs.values()):
-        raise UserError(f"--columns {text}: write prompt=question,chosen=good,rejected=bad")
-    return pairs
-
-
 def redteam(
-    model: Path = MODEL,
+    model: str = MODEL,
     attacks: Path = typer.Option(..., "--attacks", help="Harmful requests: one per line, or .jsonl."),
     benign: Path | None = typer.Option(None, "--benign", help="Harmless requests that should be answered."),
     mutations: str = typer.Option(
@@ -224,6 +228,7 @@ def redteam(
     template: str | None = TEMPLATE,
     checkpoint: str = CHECKPOINT,
     device: str = DEVICE,
+    key_env: str | None = KEY_ENV,
     as_json: bool = AS_JSON,
 ) -> None:
     """Red-team a model: harm and refusal rates for each mutation of harmful prompts, over-refusal of harmless ones.
@@ -232,18 +237,18 @@ def redteam(
 
     Example: bessemer align redteam runs/dpo --attacks attacks.txt --benign benign.txt --write pairs.jsonl
     """
-    from bessemer.align.behaviour import parse_detector
+    from bessemer.align.behaviour import open_detector
     from bessemer.align.mutations import find_mutations
-    from bessemer.align.records import check_new_file, forget_partial, write_rows
+    from bessemer.align.records import forget_partial, write_rows
     from bessemer.align.redteam import REFUSAL, red_team
     from bessemer.observe.progress import working
-    from bessemer.train.answers import read_prompts
+    from bessemer.train.answers import read_prompt_rows
 
-    check_new_file(write, "--write")
+    check_new_files({"--write": write})
     forms = find_mutations([name.strip() for name in mutations.split(",") if name.strip() not in ("", "none")])
-    requests, harmless = read_prompts(attacks), read_prompts(benign) if benign else []
-    detector = parse_detector(harm, "--harm") if harm else None
-    responder = open_model(model, max_tokens, temperature, checkpoint, device, template)
+    requests, harmless = read_prompt_rows(attacks), read_prompt_rows(benign) if benign else []
+    detector = open_detector(harm, "--harm", device) if harm else None
+    responder = open_model(model, max_tokens, temperature, checkpoint, device, template, key_env)
     with working("answering") as report:
         result = red_team(responder, requests, forms, harmless, detector, seed, write, report)
     if write:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bessemer.cli.align_data import MODEL, TEMPLATE
+from bessemer.cli.align_data import TEMPLATE
 from bessemer.cli.console import AS_JSON, CHECKPOINT, DEVICE, CommandGroup, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bessemer.train.trained import LoadedModel
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Probe a model, alone or before and after training.")
+CHAT_MODEL = typer.Argument(help="A run, a checkpoint, an import or export, a Hugging Face or LoRA folder.")
 BEFORE = typer.Option(None, "--before", help="An earlier model to compare with, such as the one before DPO.")
 
 
@@ -45,7 +46,7 @@ def _print_tables(results: dict[str, Any], changes: dict[str, PairedChange]) -> 
 
 @app.command()
 def sycophancy(
-    model: Path = MODEL,
+    model: Path = CHAT_MODEL,
     before: Path | None = BEFORE,
     questions: Path | None = typer.Option(
         None, "--questions", help='.jsonl with "question", "right" and "wrong" (default: 40 built-in ones).'
@@ -96,7 +97,7 @@ def _cell(changes: dict[str, PairedChange], key: str) -> list[str]:
 
 @app.command()
 def truthful(
-    model: Path = MODEL,
+    model: Path = CHAT_MODEL,
     questions: Path = typer.Option(..., "--questions", help="TruthfulQA's format: mc1_targets, mc2_targets."),
     before: Path | None = BEFORE,
     template: str | None = TEMPLATE,

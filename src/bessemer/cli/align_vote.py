@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from bessemer.cli.align_data import MAX_TOKENS, PROMPTS, SEED, TEMPERATURE, TEMPLATE, open_model
+from bessemer.cli.align_data import (
+    KEY_ENV,
+    MAX_TOKENS,
+    PROMPTS,
+    SEED,
+    TEMPERATURE,
+    TEMPLATE,
+    check_new_files,
+    open_model,
+)
 from bessemer.cli.console import AS_JSON, DEVICE, print_json, print_rows
 from bessemer.errors import UserError
 
@@ -17,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def vote(
-    a: Path = typer.Argument(help="The first model: any that `bessemer generate` takes."),
-    b: Path = typer.Argument(help="The second model."),
+    a: str = typer.Argument(help="The first model: a folder, or an endpoint as URL#NAME."),
+    b: str = typer.Argument(help="The second model."),
     prompts: Path = PROMPTS,
     votes: Path = typer.Option(..., "--votes", help="Your votes (.jsonl); an existing file is continued."),
     voter: str | None = typer.Option(None, "--voter", help="Your name in the votes (default: the user's name)."),
@@ -27,6 +36,7 @@ def vote(
     seed: int = SEED,
     template: str | None = TEMPLATE,
     device: str = DEVICE,
+    key_env: str | None = KEY_ENV,
 ) -> None:
     """Compare the answers of two models blindly: 1, 2, tie or skip, in random order and without names.
 
@@ -43,8 +53,8 @@ def vote(
     texts = read_prompts(prompts)
     with working("answering") as report:
         rows = comparisons(
-            votes.with_suffix(".answers.jsonl"), [str(a), str(b)], texts,
-            lambda: [open_model(model, max_tokens, temperature, "last", device, template) for model in (a, b)],
+            votes.with_suffix(".answers.jsonl"), [a, b], texts,
+            lambda: [open_model(model, max_tokens, temperature, "last", device, template, key_env) for model in (a, b)],
             seed, report,
         )  # fmt: skip
     name = voter or getpass.getuser()
@@ -64,10 +74,10 @@ def tally(
 
     Example: bessemer align tally votes-anna.jsonl votes-ben.jsonl --write pairs.jsonl
     """
-    from bessemer.align.records import check_new_file, write_rows
+    from bessemer.align.records import write_rows
     from bessemer.align.vote import Tally
 
-    check_new_file(write, "--write")
+    check_new_files({"--write": write})
     result = Tally.of(votes)
     if as_json:
         print_json(result.to_json())
@@ -91,3 +101,5 @@ def _print_tally(result: Tally) -> None:
         ("votes", f"{sum(counts.values()):,}", f"{counts['tie']:,} ties, {counts['skip']:,} skipped"),
     ]
     print_rows(rows)
+    if agreement := result.agreement():
+        print(agreement.line())

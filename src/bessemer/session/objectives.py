@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from bessemer.align.dpo import Dpo
 from bessemer.align.bradley_terry import BradleyTerry, ScoredTokens
+from bessemer.align.dpo import Dpo
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.rows import StoreRows
