@@ -110,13 +110,13 @@ def critique(draw: random.Random, request: str, thing: str) -> Row:
 
 
 def write_critiques(folder: Path, draw: random.Random, count: int = 2400) -> None:
-    """Conversations to train on, 64 of their prompts four times to revise answers to, and 32 other prompts to test."""
-    asked = [(request, thing) for request in REQUESTS for thing in WORDS]
+    """Conversations to train on, their 36 prompts, each seven times, to revise answers to, and 12 other ones to test."""
+    asked = [(request, thing) for request in REQUESTS for thing in WORDS[:12]]
     draw.shuffle(asked)
-    write(folder / "critiques.jsonl", (critique(draw, *draw.choice(asked[:96])) for _ in range(count)))
+    write(folder / "critiques.jsonl", (critique(draw, *draw.choice(asked[:36])) for _ in range(count)))
     prompts = [request.format(thing) for request, thing in asked]
-    (folder / "critique-prompts.txt").write_text("\n".join(4 * prompts[:64]) + "\n", encoding="utf-8")
-    (folder / "critique-test.txt").write_text("\n".join(prompts[96:]) + "\n", encoding="utf-8")
+    (folder / "critique-prompts.txt").write_text("\n".join(7 * prompts[:36]) + "\n", encoding="utf-8")
+    (folder / "critique-test.txt").write_text("\n".join(prompts[36:]) + "\n", encoding="utf-8")
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:

@@ -11,5 +11,5 @@ bessemer align critique runs/rude/export/hf --principles recipes/constitutional/
   --prompts recipes/data/critique-prompts.txt --measure words:rubbish,awful --max-tokens 16 \
   --write recipes/data/revised.jsonl
 bessemer train recipes/constitutional/dpo.yaml
-bessemer align measure runs/polite --before runs/rude --measure words:rubbish,awful --max-tokens 16 --samples 4 \
+bessemer align measure runs/polite --before runs/rude --measure words:rubbish,awful --max-tokens 16 --samples 10 \
   --prompts recipes/data/critique-test.txt

@@ -34,6 +34,7 @@ def open_run(run: Path) -> Responder:
 
 def on_topic(responder: Responder, rows: list[PromptRow]) -> float:
     """The share of answers that name what was asked about, in a complete sentence."""
+    rows = 10 * rows
     replies = responder.reply([conversation(row.prompt) for row in rows], 5)
     things = [re.findall(r"\w+", str(row.prompt))[-1] for row in rows]
     return sum(f"The {t} is " in reply.text for t, reply in zip(things, replies, strict=True)) / len(rows)
@@ -50,11 +51,11 @@ def test_the_loop_lowers_the_unwanted_behaviour(tmp_path: Path, seed: int, one_p
     principles = load_principles(RECIPES / "constitutional" / "principles.yaml")
     result = critique_all(open_run(rude), prompts, principles, seed=seed, detector=detector)
     assert result.before and result.after and result.before.share > 0.4
-    polite = train_dpo(tmp_path, "polite", rude, write_jsonl(tmp_path / "pairs.jsonl", result.pairs()), context=96)
-    flags = [measure_rate(open_run(run), tests, detector, samples=4, seed=seed) for run in (rude, polite)]
+    polite = train_dpo(tmp_path, "polite", rude, write_jsonl(tmp_path / "pairs.jsonl", result.pairs()), 96, epochs=4)
+    flags = [measure_rate(open_run(run), tests, detector, samples=10, seed=seed) for run in (rude, polite)]
     before, after = (Rate.of(flag for some in values for flag in some) for values in flags)
-    change = PairedChange.of(*([sum(some) / 4 for some in values] for values in flags))
+    change = PairedChange.of(*([sum(some) / 10 for some in values] for values in flags))
     topics = [on_topic(open_run(run), tests) for run in (rude, polite)]
     print(f"seed {seed}: {result.before} -> revised {result.after}; held out {before} -> {after}; on topic {topics}")
     assert after.share * 5 < before.share and change.p < 0.001
-    assert topics[1] > topics[0] - 0.15
+    assert topics[1] > 0.75 * topics[0]
