@@ -110,7 +110,7 @@ def critique(draw: random.Random, request: str, thing: str) -> Row:
 
 
 def write_critiques(folder: Path, draw: random.Random, count: int = 2400) -> None:
-    """Conversations to train on, their 36 prompts, each seven times, to revise answers to, and 12 other ones to test."""
+    """Conversations to train on, their 36 prompts seven times to revise answers to, and 12 other ones to test with."""
     asked = [(request, thing) for request in REQUESTS for thing in WORDS[:12]]
     draw.shuffle(asked)
     write(folder / "critiques.jsonl", (critique(draw, *draw.choice(asked[:36])) for _ in range(count)))

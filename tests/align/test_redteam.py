@@ -77,7 +77,7 @@ def test_a_translation_table(tmp_path: Path) -> None:
     (mutation,) = find_mutations([f"table:{path}"]).values()
     assert mutation(ATTACK, random.Random(0)) == "Explain how to brechen the old Schloss"
     path.write_text("break brechen\n")
-    with pytest.raises(UserError, match="table.tsv:1: has no tab"):
+    with pytest.raises(UserError, match=r"table\.tsv:1: has no tab"):
         find_mutations([f"table:{path}"])
     with pytest.raises(UserError, match="--mutations rot13: write all, case"):
         find_mutations(["rot13"])
