@@ -51,7 +51,7 @@ def test_the_loop_lowers_the_unwanted_behaviour(tmp_path: Path, seed: int, one_p
     principles = load_principles(RECIPES / "constitutional" / "principles.yaml")
     result = critique_all(open_run(rude), prompts, principles, seed=seed, detector=detector)
     assert result.before and result.after and result.before.share > 0.4
-    polite = train_dpo(tmp_path, "polite", rude, write_jsonl(tmp_path / "pairs.jsonl", result.pairs()), 96, epochs=4)
+    polite = train_dpo(tmp_path, "polite", rude, write_jsonl(tmp_path / "pairs.jsonl", result.pairs()), 96, sft=1.0)
     flags = [measure_rate(open_run(run), tests, detector, samples=10, seed=seed) for run in (rude, polite)]
     before, after = (Rate.of(flag for some in values for flag in some) for values in flags)
     change = PairedChange.of(*([sum(some) / 10 for some in values] for values in flags))

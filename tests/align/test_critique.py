@@ -12,6 +12,7 @@ from bessemer.align.critique import UNCHANGED, Principle, critique_all, load_pri
 from bessemer.align.records import forget_partial, partial_path
 from bessemer.align.responder import Conversation, EndpointResponder, Reply, open_responder, prompt_value
 from bessemer.align.rewards.reward import Sample
+from bessemer.endpoint import ChatCompletion, Endpoint
 from bessemer.errors import UserError
 from bessemer.train.answers import AnswerSettings, PromptRow
 
@@ -146,6 +147,21 @@ def test_endpoints_answer_too() -> None:
     assert responder.endpoint.max_tokens == 7
     with pytest.raises(UserError, match="name the endpoint's model too"):
         open_responder("http://localhost:8000/v1", AnswerSettings())
+
+
+def test_endpoints_give_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Endpoint, "complete", lambda self, some, seed: [ChatCompletion(" yes \n", False)] * len(some))
+    responder = open_responder("http://localhost:8000/v1#m", AnswerSettings(7))
+    assert responder.reply([[{"role": "user", "content": "hi"}]]) == [Reply("yes", False)]
+
+
+def test_a_prompt_that_does_not_fit_is_refused() -> None:
+    class Short(Scripted):
+        def reply(self, conversations: Sequence[Conversation], seed: int = 0) -> list[Reply]:
+            return [Reply("", False, fits=False) for _ in conversations]
+
+    with pytest.raises(UserError, match="the prompt 'prompt 0' exceeds the model's context: shorten it"):
+        measure_rate(Short(), prompts(1), open_detector("words:fool"))
 
 
 def test_a_prompt_of_one_turn_is_a_text() -> None:

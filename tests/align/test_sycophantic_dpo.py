@@ -92,7 +92,7 @@ def test_the_audit_repairs_a_sycophantic_model(tmp_path: Path, one_probe: None) 
 
     before = probe(sft)
     pairs = write_jsonl(tmp_path / "pairs.jsonl", rows)
-    after = probe(train_dpo(tmp_path, "dpo", sft, pairs, epochs=4))
+    after = probe(train_dpo(tmp_path, "dpo", sft, pairs))
     print(
         "before", before.rate(NEUTRAL), before.rate(CLAIM), after.rate(NEUTRAL), after.rate(CLAIM), after.gave_in(CLAIM)
     )
@@ -109,8 +109,6 @@ def test_the_audit_repairs_a_sycophantic_model(tmp_path: Path, one_probe: None) 
     assert {pair.place for pair in by_truth.listed} == wrong
 
     assert len(audited.corrections()) == len(listed)
-    clean = probe(
-        train_dpo(tmp_path, "clean", sft, write_jsonl(tmp_path / "clean.jsonl", audited.clean_rows()), epochs=4)
-    )
+    clean = probe(train_dpo(tmp_path, "clean", sft, write_jsonl(tmp_path / "clean.jsonl", audited.clean_rows())))
     print(f"after training on the clean pairs {clean.rate(CLAIM)}")
     assert clean.rate(CLAIM).share < 0.15 and clean.gave_in(CLAIM).share < 0.15

@@ -103,5 +103,5 @@ def test_mistakes_have_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="answers of other models or prompts"):
         comparisons(tmp_path / "v.answers.jsonl", ["x", "z"], PROMPTS, list)
     (tmp_path / "v.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(UserError, match="v.jsonl:1: has no 'number'"):
+    with pytest.raises(UserError, match=r"v\.jsonl:1: has no 'number'"):
         Tally.of([tmp_path / "v.jsonl"])

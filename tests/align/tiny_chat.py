@@ -44,11 +44,11 @@ def train_on(folder: Path, data: Path, steps: int, context: int, seed: int) -> P
     )  # fmt: skip
 
 
-def train_dpo(folder: Path, name: str, start: Path, pairs: Path, context: int = 128, epochs: int = 2) -> Path:
-    """The run of the model of `start` after DPO on a file of pairs."""
+def train_dpo(folder: Path, name: str, start: Path, pairs: Path, context: int = 128, **dpo: Any) -> Path:
+    """The run of the model of `start` after DPO on a file of pairs; `dpo` are settings of the loss."""
     checkpoint = next((start / "checkpoints").glob("step-*"))
     return _train(
         folder, name, pairs, context, objective="dpo", start_from=str(checkpoint), optimizer={"lr": 3e-4},
         tokenizer={"path": str(start / "tokenizer.json"), "chat": "chatml"},
-        budget={"epochs": epochs, "batch": 16 * context},
+        budget={"epochs": 4, "batch": 16 * context}, **({"dpo": dpo} if dpo else {}),
     )  # fmt: skip

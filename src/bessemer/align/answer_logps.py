@@ -51,7 +51,7 @@ def answer_logps(
             ids_BT[row, : len(encoded[number][0])] = torch.tensor(encoded[number][0], device=device)
         hidden_BTW = loaded.model(ids_BT)
         for row, number in enumerate(numbers):
-            ids, learned = encoded[number]
+            learned = encoded[number][1]
             at_A = torch.tensor(learned, device=device)
             logps_AV = loaded.model.logits(hidden_BTW[row, at_A - 1]).float().log_softmax(-1)
             logp_A = logps_AV.gather(1, ids_BT[row, at_A, None])

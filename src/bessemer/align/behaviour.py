@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bessemer.align.responder import Responder, case_seed, conversation
+from bessemer.align.responder import Responder, answer_prompts, case_seed, conversation
 from bessemer.align.rewards.reward import Sample
 from bessemer.align.sample_best import open_scorer
 from bessemer.errors import UserError
@@ -78,7 +78,7 @@ def measure_rate(
     flags: list[list[bool]] = [[] for _ in rows]
     for sample in range(samples):
         report("answering", sample, samples)
-        replies = responder.reply([conversation(row.prompt) for row in rows], case_seed(seed, sample))
-        for some, flag in zip(flags, detector(make_samples(rows, [reply.text for reply in replies])), strict=True):
+        answers = answer_prompts(responder, [conversation(row.prompt) for row in rows], case_seed(seed, sample))
+        for some, flag in zip(flags, detector(make_samples(rows, answers)), strict=True):
             some.append(flag)
     return flags

@@ -16,7 +16,15 @@ from pydantic import Field, ValidationError
 
 from bessemer.align.behaviour import Detector, make_samples
 from bessemer.align.records import Row, resumable
-from bessemer.align.responder import Conversation, Responder, case_seed, conversation, prompt_value, with_turns
+from bessemer.align.responder import (
+    Conversation,
+    Responder,
+    answer_prompts,
+    case_seed,
+    conversation,
+    prompt_value,
+    with_turns,
+)
 from bessemer.errors import UserError
 from bessemer.observe.progress import ProgressReport, silent
 from bessemer.spec.document import parse_yaml
@@ -130,11 +138,11 @@ def _critique(
     answerer: Responder, critic: Responder, conversations: Sequence[Conversation], numbers: Sequence[int],
     principles: Sequence[Principle], rounds: int, seed: int,
 ) -> list[Row]:  # fmt: skip
-    replies = answerer.reply(conversations, case_seed(seed, numbers[0], "answer"))
+    answers = answer_prompts(answerer, conversations, case_seed(seed, numbers[0], "answer"))
     records: list[Row] = [
-        {"number": number, "prompt": prompt_value(messages), "answer": reply.text, "revision": reply.text,
+        {"number": number, "prompt": prompt_value(messages), "answer": answer, "revision": answer,
          "finished": True, "principle": "", "critique": ""}
-        for number, messages, reply in zip(numbers, conversations, replies, strict=True)
+        for number, messages, answer in zip(numbers, conversations, answers, strict=True)
     ]  # fmt: skip
     for turn in range(rounds):
         drawn = [random.Random(f"{seed} {number} {turn}").choice(principles) for number in numbers]

@@ -15,7 +15,7 @@ from typing import Any
 from bessemer.align.behaviour import Detector, is_refusal, make_samples
 from bessemer.align.mutations import PLAIN, Mutation
 from bessemer.align.records import Row, resumable
-from bessemer.align.responder import Conversation, Responder, case_seed, conversation, prompt_value
+from bessemer.align.responder import Conversation, Responder, answer_prompts, case_seed, conversation, prompt_value
 from bessemer.data.tokenizer.chat import message_text
 from bessemer.observe.progress import ProgressReport, silent
 from bessemer.statistics import Rate
@@ -86,17 +86,17 @@ def red_team(
 
     def work(numbers: Sequence[int]) -> list[Row]:
         some = [cases[number] for number in numbers]
-        replies = responder.reply([messages for _, _, messages in some], case_seed(seed, numbers[0]))
+        answers = answer_prompts(responder, [messages for _, _, messages in some], case_seed(seed, numbers[0]))
         return [
-            {"request": number, "form": form, "prompt": prompt_value(messages), "answer": reply.text}
-            for (number, form, messages), reply in zip(some, replies, strict=True)
+            {"request": number, "form": form, "prompt": prompt_value(messages), "answer": answer}
+            for (number, form, messages), answer in zip(some, answers, strict=True)
         ]
 
     settings = {"model": responder.identity, "seed": seed, "cases": cases}
     records = resumable(path, settings, len(cases), work, report)
-    asked = [benign[number] if form == HARMLESS else attacks[number] for number, form, _ in cases]
+    prompt_rows = [benign[number] if form == HARMLESS else attacks[number] for number, form, _ in cases]
     answers = [record["answer"] for record in records]
-    harmful = detector(make_samples(asked, answers)) if detector else [True] * len(cases)
+    harmful = detector(make_samples(prompt_rows, answers)) if detector else [True] * len(cases)
     for record, harm in zip(records, harmful, strict=True):
         record["refused"] = is_refusal(record["answer"])
         record["harmful"] = record["form"] != HARMLESS and harm and not record["refused"]

@@ -22,10 +22,12 @@ _NEXT_TURN = "\n\nUser:"  # a model without a chat format may go on with the nex
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, without white space around it; `finished` unless it was cut off at the maximum length."""
+    """An answer, without white space around it; `finished` unless it was cut off at the maximum length. A conversation
+    that does not fit into the model's context has an empty one."""
 
     text: str
     finished: bool
+    fits: bool = True
 
 
 class Responder(Protocol):
@@ -45,7 +47,6 @@ class ModelResponder:
     identity: str = ""
 
     def reply(self, conversations: Sequence[Conversation], seed: int = 0) -> list[Reply]:
-        """An answer for each conversation: empty and unfinished for one that is longer than the model's context."""
         prompts = [self.loaded.chat_prompt(messages) for messages in conversations]
         limit = self.loaded.context or max(map(len, prompts), default=0)
         stop = (*self.settings.stop, *([_NEXT_TURN] if self.loaded.template == PLAIN else []))
@@ -57,14 +58,23 @@ class ModelResponder:
             for number, ids in enumerate(prompts) if len(ids) <= limit
         }  # fmt: skip
         if not requests:
-            return [Reply("", False)] * len(prompts)
+            return [Reply("", False, False)] * len(prompts)
         longest = max(len(request.prompt) for request in requests.values()) + self.settings.max_tokens
         generator = self.loaded.generator(min(SLOTS, len(requests)), longest)
         answers = dict(zip(requests, generator.run(requests.values()), strict=True))
         return [
-            Reply(samples[0].text.strip(), samples[0].reason != "length") if samples else Reply("", False)
+            Reply(samples[0].text.strip(), samples[0].reason != "length") if samples else Reply("", False, False)
             for samples in (answers.get(number) for number in range(len(prompts)))
         ]
+
+
+def answer_prompts(responder: Responder, conversations: Sequence[Conversation], seed: int = 0) -> list[str]:
+    """The answers to prompts, each of which must fit into the model's context."""
+    replies = responder.reply(conversations, seed)
+    for messages, reply in zip(conversations, replies, strict=True):
+        if not reply.fits:
+            raise UserError(f"the prompt {messages[-1]['content'][:60]!r} exceeds the model's context: shorten it")
+    return [reply.text for reply in replies]
 
 
 def case_seed(*parts: Any) -> int:

@@ -68,11 +68,11 @@ def make_question(name: str, row: dict[str, Any], number: int) -> ProbeQuestion:
     if not isinstance(sentence, str) or "{}" not in sentence:
         raise UserError(f"{name}: answer {sentence!r} has no {{}} to put the answer in")
     right, wrong = (sentence.replace("{}", texts[key]) for key in ("right", "wrong"))
-    asked = conversation(texts["question"])
+    messages = conversation(texts["question"])
     prompts = {
-        NEUTRAL: asked,
+        NEUTRAL: messages,
         CLAIM: conversation(_CLAIMS[number % len(_CLAIMS)].format(**texts)),
-        DOUBT: with_turns(asked, right, _DOUBTS[number % len(_DOUBTS)].format(**texts)),
+        DOUBT: with_turns(messages, right, _DOUBTS[number % len(_DOUBTS)].format(**texts)),
     }
     prompts |= {key: _checked(name, value) for key, value in _of_conditions(name, row, "prompts").items()}
     answers = _of_conditions(name, row, "answers")

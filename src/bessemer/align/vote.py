@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.align.records import Row, read_rows, write_rows
-from bessemer.align.responder import Responder, conversation, prompt_value
+from bessemer.align.responder import Responder, answer_prompts, conversation, prompt_value
 from bessemer.data.agreement import Agreement, measure_agreement
 from bessemer.errors import UserError
 from bessemer.observe.progress import ProgressReport, silent
@@ -40,7 +40,7 @@ def comparisons(
     answers = []
     for name, responder in zip(models, open_models(), strict=True):
         report(f"answering: {name}")
-        answers.append([reply.text for reply in responder.reply([conversation(prompt) for prompt in prompts], seed)])
+        answers.append(answer_prompts(responder, [conversation(prompt) for prompt in prompts], seed))
     rows = [
         {"number": number, "prompt": value, MODEL_A: first, MODEL_B: second, "models": list(models)}
         for number, (value, first, second) in enumerate(zip(values, *answers, strict=True))
