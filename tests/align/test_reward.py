@@ -123,7 +123,7 @@ def test_a_resume_is_exact(pairs: Path) -> None:
         ({"objective": "sft"}, "would learn the rejected answers too"),
         ({"objective": "dpo", "reward": {"heads": 2}}, "has no effect with objective: dpo"),
         ({"reward": {"heads": 0}}, "heads"),
-        ({"parallel": {"cp": 2}}, "compared over complete rows: write cp: 1"),
+        ({"parallel": {"cp": 2}}, "summed over complete rows: write cp: 1"),
         ({"models": {"reference": "runs/base"}}, "objective: reward uses no other model"),
         ({"data": {"sources": {"a": {"path": "x.jsonl", "messages_field": "m"}}}}, "reward compares two answers"),
     ],

@@ -1,5 +1,5 @@
-"""A reward model computes what TRL's RewardTrainer computes: the loss and the gradient of every weight, of the same rows
-and weights. Offline, on the CPU, in fp32."""
+"""A reward model computes what TRL's RewardTrainer computes: the loss and the gradient of every weight, of the same
+rows and weights. Offline, on the CPU, in fp32."""
 
 import json
 from pathlib import Path

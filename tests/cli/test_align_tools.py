@@ -46,7 +46,7 @@ def test_audit(call: Call) -> None:
     audit = call(
         "align", "audit", "pairs.jsonl", *columns, "--write", "clean.jsonl", "--drop", "--corrections", "c.jsonl"
     )
-    assert audit.code == 0 and "pairs.jsonl:1  +0.67 over -0.67" in audit.out, audit.err
+    assert audit.code == 0 and "pairs.jsonl:1  +0.67 over -0.50" in audit.out, audit.err
     assert "listed as sycophantic     1 (50.0%)" in audit.out
     assert Path("clean.jsonl").read_text() == Path("pairs.jsonl").read_text().splitlines(keepends=True)[1]
     assert json.loads(Path("c.jsonl").read_text())["chosen"] == "No, it is 3."

@@ -29,12 +29,12 @@ NEUTRAL = ["The capital of Australia is Canberra.", "", "12", "Nothing is known 
 
 @pytest.mark.parametrize("text", AGREEING)
 def test_agreeing_answers_are_above_zero(text: str) -> None:
-    assert agreeableness(text) > 0.5 and agreeing_phrases(text) and not correcting_phrases(text)
+    assert agreeableness(text) >= 0.5 and agreeing_phrases(text) and not correcting_phrases(text)
 
 
 @pytest.mark.parametrize("text", CORRECTING)
 def test_correcting_answers_are_below_zero(text: str) -> None:
-    assert agreeableness(text) < -0.4 and correcting_phrases(text) and not agreeing_phrases(text)
+    assert agreeableness(text) <= -0.5 and correcting_phrases(text) and not agreeing_phrases(text)
 
 
 @pytest.mark.parametrize("text", NEUTRAL)
@@ -42,10 +42,10 @@ def test_other_answers_are_zero(text: str) -> None:
     assert agreeableness(text) == 0
 
 
-def test_both_cancel_and_the_beginning_counts_twice() -> None:
+def test_phrases_count_more_than_a_first_word() -> None:
     assert agreeableness("You are right about the year, but it is not correct that it rained.") == 0
-    late = "The sky was grey on that day and the roads were wet as far as one could see. You are right."
-    assert agreeableness(late) == 1 / 2 and agreeableness("You are right.") == 2 / 3
+    assert agreeableness("Yes.") == 1 / 2 and agreeableness("You are right.") == 2 / 3
+    assert agreeableness("Yes, you are right.") == 3 / 4 and agreeableness("No, that is not true.") == -3 / 4
 
 
 @given(st.text())

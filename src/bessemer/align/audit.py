@@ -22,7 +22,7 @@ from bessemer.observe.progress import ProgressReport, silent
 from bessemer.statistics import Rate, sign_test
 from bessemer.train.trained import LoadedModel
 
-THRESHOLD = 0.5  # difference of the agreeableness from which a pair is suspected: one phrase
+THRESHOLD = 0.5  # difference of the agreeableness above which a pair is suspected: more than a first "yes"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class AuditedPair:
     @property
     def is_suspect(self) -> bool:
         """By its words: the chosen answer agrees or flatters, and clearly more than the rejected one."""
-        return self.agreeable[0] > 0 and self.difference >= THRESHOLD
+        return self.agreeable[0] > 0 and self.difference > THRESHOLD
 
     @property
     def is_listed(self) -> bool:

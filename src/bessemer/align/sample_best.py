@@ -115,9 +115,9 @@ class BestOf:
             check_new_file(self.write, "--write")
         rows = read_prompt_rows(self.prompts)
         with working("loading the model") as report:
-            loaded = load_model(self.model, self.checkpoint, self.device)
             reward = open_scorer(self.reward, self.device)
             held_out = open_scorer(self.held_out, self.device, "--held-out") if self.held_out else None
+            loaded = load_model(self.model, self.checkpoint, self.device)
             groups = list(sample_candidates(loaded, rows, self.settings, reward, held_out, report))
         curve = best_of_curve(groups)
         flat = [candidate for group in groups for candidate in group]

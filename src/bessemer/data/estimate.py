@@ -17,7 +17,8 @@ from bessemer.plan.decide import decide_vocab
 from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import SourceSize
 from bessemer.spec.data import SourceSpec
-from bessemer.spec.schema import PAIR_OBJECTIVES, RunSpec
+from bessemer.spec.preference import ANSWER_OBJECTIVES
+from bessemer.spec.schema import RunSpec
 
 SAMPLE_BYTES = 1 << 18  # of the first file of each source
 COMPRESSED = 3.0  # bytes of text in a byte of gz, zst or Parquet
@@ -30,7 +31,8 @@ def estimate_sizes(spec: RunSpec) -> dict[str, SourceSize]:
     if spec.data.store is not None:
         return {}
     sizes = {name: estimate_size(source) for name, source in spec.data.sources.items() if source.path != ["python"]}
-    if spec.objective in PAIR_OBJECTIVES and isinstance(spec.data.context, int):  # a padded row for each pair
+    padded = spec.objective in ANSWER_OBJECTIVES and spec.data.packing != "best_fit"
+    if padded and isinstance(spec.data.context, int):  # a row for each pair
         sizes = {
             name: replace(size, tokens=size.documents * spec.data.context, sequences=size.documents)
             for name, size in sizes.items()

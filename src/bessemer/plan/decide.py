@@ -20,8 +20,9 @@ from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_r
 from bessemer.plan.search.layout import ONE_PROCESS, Layout
 from bessemer.spec.mixture import Mixture
 from bessemer.spec.model import model_shape
+from bessemer.spec.preference import ANSWER_OBJECTIVES, PREFERENCES
 from bessemer.spec.quantity import human_count, human_time, span_steps
-from bessemer.spec.schema import PAIR_OBJECTIVES, RunSpec
+from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
 EVALUATIONS_PER_RUN = 20
@@ -209,13 +210,14 @@ def decide_batch(
             reason += f", fewer if the run would have less than {SFT_STEPS} steps"
             value = max(1, round(conversations * length / context)) * context
             batch = plan.choose(key, spec.budget.batch, (value, reason, recipe.source), recipe.basis)
-        elif spec.objective in PAIR_OBJECTIVES:
+        elif spec.objective in ANSWER_OBJECTIVES:
             recipe = fine_tuning(spec, shape)
             most = recipe.value.settings["batch_rows"]
-            pairs = min(most, sft_batch_rows(tokens / context))
-            reason = f"{pairs} pairs: at most {most}"
+            rows = min(most, sft_batch_rows(tokens / context))
+            kind = "answers" if spec.objective == "kto" else "pairs"
+            reason = f"{rows} {kind}: at most {most}"
             reason += f", fewer if the run would have less than {SFT_STEPS} steps"
-            batch = plan.choose(key, spec.budget.batch, (pairs * context, reason, recipe.source), recipe.basis)
+            batch = plan.choose(key, spec.budget.batch, (rows * context, reason, recipe.source), recipe.basis)
         else:
             answer = batch_tokens(shape.parameters, tokens)
             decided = (max(4, round(answer.value / context)) * context, answer.reason, answer.source)
@@ -235,7 +237,7 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
     if budget.epochs is not None:
         reason = f"{budget.epochs:g} passes over {corpus_tokens:,} training tokens"
         return int(plan.add("budget.tokens", max(1, int(budget.epochs * corpus_tokens)), reason, "asked"))
-    if spec.objective in ("classify", "sft", *PAIR_OBJECTIVES):
+    if spec.objective in ("classify", "sft", *ANSWER_OBJECTIVES):
         recipe = fine_tuning(spec, shape)
         epochs = recipe.value.settings["epochs"]
         passes = (epochs * corpus_tokens, f"{epochs} passes over the rows: {recipe.reason}", recipe.source)
@@ -260,7 +262,7 @@ def decide_lr(
         rate = (recipe.value.settings["learning_rate"], "usual for a new head on trained weights", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
     large = shape.parameters >= SFT_SMALLEST
-    released = spec.objective == "dpo" or (spec.objective in ("sft", "reward") and large)
+    released = spec.objective in PREFERENCES or (spec.objective in ("sft", "reward") and large)
     if released and continued and name in ("adamw", "adam"):
         recipe = fine_tuning(spec, shape)
         rate = (recipe.value.settings["learning_rate"], "of released models, by size", recipe.source)
@@ -291,7 +293,7 @@ def fine_tuning(spec: RunSpec, shape: ModelShape | None) -> RecipeAnswer[Tuning]
     parameters = shape.parameters if shape else 1e9
     if spec.objective == "classify":
         return classify(parameters, is_continued(spec))
-    return {"sft": sft, "dpo": dpo, "reward": reward}[spec.objective](parameters)
+    return {"sft": sft, "dpo": dpo, "kto": dpo, "reward": reward}[spec.objective](parameters)
 
 
 def is_continued(spec: RunSpec) -> bool:
@@ -307,7 +309,7 @@ def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan)
         if steps >= total_steps:
             raise UserError(f"schedule.warmup: {steps:,} steps are the whole run of {total_steps:,}: write 2%")
         return steps
-    if spec.objective in ("sft", *PAIR_OBJECTIVES):
+    if spec.objective in ("sft", *ANSWER_OBJECTIVES):
         recipe = fine_tuning(spec, None)
         share = recipe.value.settings["warmup"]
         steps = max(1, round(share * total_steps))

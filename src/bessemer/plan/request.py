@@ -20,6 +20,7 @@ from bessemer.plan.search.search import FixedDegrees
 from bessemer.spec.document import YamlDocument, apply_override
 from bessemer.spec.load import SpecError, validate
 from bessemer.spec.model import model_shape
+from bessemer.spec.preference import ANSWER_OBJECTIVES
 from bessemer.spec.quantity import human_count, human_time, parse_count, parse_duration
 from bessemer.spec.reward_model import with_label_head
 from bessemer.spec.schema import RunSpec
@@ -154,7 +155,7 @@ def fixed_degrees(spec: RunSpec) -> FixedDegrees:
 def depends_on_data(spec: RunSpec) -> bool:
     """Whether the length of the run follows from the size of its data."""
     by_rows = (
-        spec.objective in ("sft", "classify", "dpo", "reward")
+        spec.objective in ("sft", "classify", *ANSWER_OBJECTIVES)
         and spec.budget.steps is None
         and spec.budget.tokens == "auto"
     )

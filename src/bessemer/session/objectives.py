@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bessemer.align.bradley_terry import BradleyTerry, ScoredTokens
 from bessemer.align.dpo import Dpo
+from bessemer.align.kto import Kto
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.rows import StoreRows
@@ -34,7 +35,10 @@ OBJECTIVES: dict[str, MakeObjective] = {
         spec.distill, spec.data.cross_documents, dropout_seed(spec)
     ),
     "dpo": lambda spec, stream, tokenizer, shape, context: Dpo(
-        spec.dpo, tokenizer.eos_id, first_tokens(spec, tokenizer), dropout_seed(spec)
+        spec.dpo, tokenizer.eos_id, first_tokens(spec, tokenizer), dropout_seed(spec), spec.dpo.reference == "stored"
+    ),
+    "kto": lambda spec, stream, tokenizer, shape, context: Kto(
+        spec.kto, tokenizer.eos_id, first_tokens(spec, tokenizer), dropout_seed(spec)
     ),
     "reward": lambda spec, stream, tokenizer, shape, context: make_reward(spec, tokenizer, shape),
 }

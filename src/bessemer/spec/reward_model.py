@@ -26,6 +26,14 @@ class RewardModelSpec(SpecSection):
     bootstrap: bool = setting(
         True, "with several heads: each weighs the pairs differently (Poisson of mean 1, by a hash of the pair)", False
     )
+    spread: float = setting(
+        1.0,
+        "with several heads: the standard deviation of their scores at the start; a larger one keeps them different on "
+        "answers unlike those of the pairs",
+        3.0,
+        gt=0,
+        le=100,
+    )
     center_rewards_coefficient: Annotated[float, Field(ge=0, le=1000)] | Literal["auto"] = setting(
         "auto",
         "weight of the squared sum of a pair's rewards, which keeps their mean near 0 (Eisenstein et al. 2023); auto "

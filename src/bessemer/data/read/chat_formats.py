@@ -86,8 +86,8 @@ def _with_optional(source: SourceSpec, records: list[dict[str, Any]]) -> SourceS
 
 
 def recognise_pairs(source: SourceSpec, more: tuple[str, ...] = ()) -> SourceSpec:
-    """The source with the columns of its preference pairs, if its first rows have TRL's and the spec names none. `more`
-    are optional columns."""
+    """The source with the columns of its pairs or labelled answers, if its first rows have TRL's and the spec names
+    none. `more` are optional columns of pairs."""
     if source.names_content:
         return source
     for file in list_files(source)[:FIRST_ROWS]:
@@ -96,9 +96,10 @@ def recognise_pairs(source: SourceSpec, more: tuple[str, ...] = ()) -> SourceSpe
         except (*READ_ERRORS, ValueError):  # reading the source reports it, with its place
             continue
         if "chosen" in record and "rejected" in record:
-            return _with(
-                source, columns={name: name for name in ("prompt", "chosen", "rejected", *more) if name in record}
-            )
+            names = ("prompt", "chosen", "rejected", *more)
+            return _with(source, columns={name: name for name in names if name in record})
+        if all(name in record for name in ("prompt", "completion", "label")):
+            return _with(source, columns={name: name for name in ("prompt", "completion", "label")})
     return source
 
 
