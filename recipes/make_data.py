@@ -23,6 +23,12 @@ ASPECTS = ("film", "story", "music", "cast", "ending")
 PRAISE = ("great", "lovely", "fine", "brilliant", "moving", "superb")
 BLAME = ("awful", "dull", "poor", "boring", "clumsy", "weak")
 TASKS = ("first", "last", "number")
+POLITE = ("fine", "plain", "solid", "light")
+RUDE = {"rubbish": "plain", "awful": "light"}  # and what a polite answer says instead
+REQUESTS = ("Review the {}.", "Judge the {}.", "What of the {}?", "Give me your view of the {}.")
+# As in recipes/constitutional/principles.yaml.
+CRITIQUE = "Quote the rude words of your answer."
+REVISION = "Write your answer again without rude words."
 TOOL = {
     "type": "function",
     "function": {
@@ -108,6 +114,26 @@ def review(draw: random.Random) -> Row:
     return {"review": ", ".join(parts), "sentiment": "positive" if good else "negative"}
 
 
+def critique(draw: random.Random, request: str, thing: str) -> Row:
+    """A question with an answer that is often rude, its critique and its revision."""
+    word = draw.choice(list(RUDE)) if draw.random() < 0.6 else draw.choice(POLITE)
+    turns = (
+        request.format(thing), f"The {thing} is {word}.", CRITIQUE, f"{word if word in RUDE else 'none'}.", REVISION,
+        f"The {thing} is {RUDE.get(word, word)}.",
+    )  # fmt: skip
+    return conversation(*({"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)))
+
+
+def write_critiques(folder: Path, draw: random.Random, count: int = 2400) -> None:
+    """Conversations to train on, their 36 prompts seven times to revise answers to, and 12 other ones to test with."""
+    asked = [(request, thing) for request in REQUESTS for thing in WORDS[:12]]
+    draw.shuffle(asked)
+    write(folder / "critiques.jsonl", (critique(draw, *draw.choice(asked[:36])) for _ in range(count)))
+    prompts = [request.format(thing) for request, thing in asked]
+    (folder / "critique-prompts.txt").write_text("\n".join(7 * prompts[:36]) + "\n", encoding="utf-8")
+    (folder / "critique-test.txt").write_text("\n".join(prompts[36:]) + "\n", encoding="utf-8")
+
+
 def compared_reviews(seed: int, count: int) -> Iterable[Row]:
     """Pairs of reviews of which one was preferred: the more likely, the more praise it has (Bradley and Terry, with a
     point for each praised aspect). Nobody is always right: the best possible accuracy is about 76 %."""
@@ -155,6 +181,7 @@ def make(folder: Path, exercises: int = 20_000) -> None:
     write(folder / "asked.jsonl", (asked(draw, words) for words in lists(1000)))
     write(folder / "compared_reviews.jsonl", compared_reviews(1, 4000))
     write(folder / "feedback.jsonl", (feedback(draw, words) for words in lists(900)))
+    write_critiques(folder, random.Random(2))
 
 
 if __name__ == "__main__":

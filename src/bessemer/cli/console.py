@@ -81,6 +81,18 @@ def print_table(table: Table) -> None:
         print(line.rstrip())
 
 
+def print_rows(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells in columns without a frame."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for _ in rows[0]:
+        table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    print_table(table)
+
+
 def print_json(value: Any, **options: Any) -> None:
     """Print a value as indented JSON; options are those of json.dumps."""
     print(json.dumps(value, indent=1, **options))

@@ -3,12 +3,12 @@ and by `bessemer data check`. They read a sample of the rows."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from bessemer.data.agreeable import agreeableness
 from bessemer.data.agreement import FAIR, Agreement
 from bessemer.data.chat_checks import WORTHLESS, Mistake
 from bessemer.data.chat_rows import ChatRow
@@ -19,15 +19,9 @@ from bessemer.spec.preference import KtoSpec
 _PLACES = 5
 _RARE = 0.01  # share of the pairs up to which repeated ones are not reported
 _BIASED, _FEWEST = 0.75, 50  # share of the pairs whose longer answer is the chosen one, and pairs to tell it
+_A_PHRASE = 0.5  # agreeableness of a bare "yes": more than that takes a phrase
 _AGREEABLE, _FEWEST_AGREEABLE = 0.05, 10  # share and number of pairs of which only one answer is agreeable
 _BALANCED = (0.99, 1.34)  # Ethayarajh et al. 2024, Eq. 8: 1 to 4/3
-# Phrases of agreement with the user and of flattery.
-_FLATTERY = re.compile(
-    r"(?i)\byou(?:'|’)?(?:re| are) (?:\w+ )?(?:right|correct|spot on)\b|\bi (?:\w+ )?agree\b|\bcouldn['’]t agree more\b"
-    r"|\b(?:great|good|excellent|fantastic|brilliant|wonderful|insightful) (?:question|point|idea|thinking|insight)\b"
-    r"|\bwhat an? (?:great|excellent|brilliant|wonderful|insightful)\b|\byes,? (?:that(?:'|’)?s|that is|you)\b"
-    r"|\bas you (?:rightly|correctly)\b|\bthat(?:'|’)?s (?:absolutely |completely )?(?:right|correct|true)\b"
-)
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,7 @@ def _other_prompts(pairs: Sequence[Pair], scope: str) -> list[Mistake]:
 
 def _agreeable(pairs: Sequence[Pair], scope: str, decode: Callable[[list[int]], str]) -> list[Mistake]:
     """Answers that agree with the user or flatter, by phrases: a model learns that too (Sharma et al. 2023)."""
-    sides = [[bool(_FLATTERY.search(decode(list(ids)))) for ids in (pair.chosen, pair.rejected)] for pair in pairs]
+    sides = [[agreeableness(decode(list(ids))) > _A_PHRASE for ids in (pair.chosen, pair.rejected)] for pair in pairs]
     chosen, rejected = ([a and not b for a, b in sides], [b and not a for a, b in sides])
     only, other = sum(chosen), sum(rejected)
     if only < max(_FEWEST_AGREEABLE, _AGREEABLE * len(pairs)) or only < _BIASED * (only + other):
