@@ -28,6 +28,7 @@ from bessemer.cli import (
     model,
     plan,
     runs,
+    serve,
     spec,
     train,
 )
@@ -63,6 +64,7 @@ app.command("generate")(generate.generate)
 app.command("evaluate")(model.evaluate)
 app.command("export")(model.export)
 app.add_typer(model.app, name="model")
+app.command("serve")(serve.serve)
 app.add_typer(spec.app, name="spec")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)

@@ -26,6 +26,7 @@ def without_head(shape: ModelShape) -> ModelShape:
 
 
 _CLASSES: dict[ClassifierKind, str] = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
+CLASSIFIERS = tuple(_CLASSES.values())  # endings of transformers' class names
 # Their token classifiers call the last layer `classifier`; other families, and their sequence classifiers, `score`.
 _OLDER = ("gpt2", "gpt_neox", "bloom", "falcon")
 

@@ -20,10 +20,12 @@ from bessemer.data.tokenizer.chat import Message, message_text, prompt_ids, read
 from bessemer.data.tokenizer.tokenizer import PromptFormat, Tokenizer, end_token, hf_prompt_format, native_prompt_format
 from bessemer.errors import UserError
 from bessemer.model.adapters import MergedWeights
+from bessemer.model.classifier import CLASSIFIERS, classifier_family
 from bessemer.model.families.adapter import AdapterFolder
 from bessemer.model.families.folder import HfFolder, find_origin, load_weights
-from bessemer.model.families.registry import needs_wrap, read_shape
+from bessemer.model.families.registry import Config, Family, needs_wrap, read_shape
 from bessemer.model.generate import Generator, Request, Sampling
+from bessemer.model.generate.speculate import Drafter
 from bessemer.model.transformer import Decoder, make_module
 from bessemer.model.wrapped import wrap
 from bessemer.run.directory import Run
@@ -93,7 +95,9 @@ class LoadedModel:
         """Text of an answer."""
         return self.tokenizer.decode(ids, continues=True)
 
-    def generator(self, slots: int = 1, max_length: int | None = None) -> Generator:
+    def generator(
+        self, slots: int = 1, max_length: int | None = None, drafter: Drafter | None = None, compiled: bool = False
+    ) -> Generator:
         """For many requests. On a GPU the weights are converted to bfloat16, in which the fast kernels compute."""
         shape = self.model.shape
         if shape.labels:
@@ -102,7 +106,7 @@ class LoadedModel:
             raise UserError("a model that attends to both sides writes no text: give one that predicts the next token")
         if self.model.head_weight.device.type == "cuda":
             self.model.to(torch.bfloat16)
-        return Generator(self.model, slots, max_length, self.decode)
+        return Generator(self.model, slots, max_length, self.decode, drafter, compiled)
 
     def stream(
         self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, stop: Sequence[str] = ()
@@ -131,7 +135,7 @@ class ModelFiles:
     @property
     def shape(self) -> ModelShape:
         if self.checkpoint is None:
-            return read_shape(self.hf_folder.config)[1]
+            return _read_family(self.hf_folder.config)[1]
         return ModelShape.from_dict(json.loads((self.place / "model.json").read_text())["shape"])
 
     @property
@@ -215,13 +219,21 @@ def _load_folder(folder: HfFolder, device: torch.device) -> LoadedModel:
     if needs_wrap(folder.config):
         model = wrap(path, device)
     else:
-        family, shape = read_shape(folder.config)
+        family, shape = _read_family(folder.config)
         model = _empty(shape, device)
         load_weights(model, folder, family)
     tokenizer = Tokenizer.load(path, end_token(path))
     return LoadedModel(
         model.eval(), tokenizer, prompt_format(path, tokenizer), _folder_template(path), _context(model, path)
     )
+
+
+def _read_family(config: Config) -> tuple[Family, ModelShape]:
+    """The family and shape of a language model or a classifier."""
+    if str((config.get("architectures") or [""])[0]).endswith(CLASSIFIERS):
+        family = classifier_family(config)
+        return family, family.shape(config)
+    return read_shape(config)
 
 
 def _run_template(path: Path, tokenizer: Tokenizer) -> str | None:
