@@ -47,7 +47,7 @@ def read_pooling(place: Path) -> Literal["mean", "first"]:
     return "first" if config.get("pooling_mode_cls_token") else "mean"
 
 
-@dataclass
+@dataclass(eq=False)
 class EncoderBackend:
     """Computes the texts of started jobs, oldest first, as many as fit a batch. A job's result is one tensor for each
     text: its embedding, or the logits of its labels (of each token with `kind: token`)."""

@@ -94,13 +94,14 @@ def parse_tool_calls(text: str, format: ToolFormat, names: Sequence[str]) -> tup
     if not format.before:
         calls = _read_calls(text, format, names)
         return (None, calls) if calls else (text, [])
-    marker, rest, content = format.before.strip("\n["), text, ""
+    marker, rest, content = format.marker, text, ""
+    end = "" if format.is_list else format.after.strip()
     while (at := rest.find(marker)) >= 0:
-        body, closing, after = rest[at + len(marker) :].partition(
-            format.after.strip("\n") if not format.is_list else "\0"
-        )
-        new = _read_calls(body, format, names)
-        if not new or (not closing and not format.is_list):
+        body, after = rest[at + len(marker) :], ""
+        if end:
+            body, closing, after = body.partition(end)
+            body = body if closing else ""
+        if not (new := _read_calls(body, format, names)):
             return (content + rest) or None, calls
         content, rest, calls = content + rest[:at], after, calls + new
     return (content + rest if not calls else (content + rest).strip()) or None, calls

@@ -130,6 +130,8 @@ class Scheduler:
         """Queue the jobs of one request, which share one event; ApiError if the queue is full."""
         readers, loop = asyncio.Event(), asyncio.get_running_loop()
         with self._condition:
+            if self._stopping:
+                raise ApiError(503, "the server is shutting down", code="shutdown")
             waiting, client = sum(map(len, self._waiting.values())), jobs[0].client
             client_waiting = len(self._waiting.get(client, ()))
             if waiting + len(jobs) > self.limits.queue or client_waiting + len(jobs) > self.limits.client_queue:
@@ -165,24 +167,36 @@ class Scheduler:
             self.cancel(jobs)
 
     def _run(self) -> None:
-        while True:
+        try:
+            while self._step():
+                pass
+        except Exception:
+            _log.exception("the scheduler ended")
+            raise
+        finally:
             with self._condition:
-                while not (self._active or self._waiting or self._cancelled or self._stopping):
-                    self._condition.wait()
-                if self._stopping:
-                    changed = [*self._active, *(job for queue in self._waiting.values() for job in queue)]
-                    for job in changed:
-                        job.error, job.done = ApiError(503, "the server is shutting down", code="shutdown"), True
-                    self._wake(changed)
-                    return
-                changed = self._drop_cancelled() + self._expire() + self._admit()
-            for backend in set(self._active.values()):
-                try:
-                    backend.step()
-                except Exception as error:  # a fault of one model must not end the others
-                    _log.exception("a step of the model failed")
-                    changed += self._fail(backend, ApiError(500, f"the model failed: {error}", code="model_error"))
-            self._wake(changed + self._publish())
+                self._stopping = True
+                left = [*self._active, *(job for queue in self._waiting.values() for job in queue)]
+                for job in left:
+                    job.error, job.done = ApiError(503, "the server is shutting down", code="shutdown"), True
+                self._wake(left)
+
+    def _step(self) -> bool:
+        """Admit jobs and advance the models by one step; False when the thread is to end."""
+        with self._condition:
+            while not (self._active or self._waiting or self._cancelled or self._stopping):
+                self._condition.wait()
+            if self._stopping:
+                return False
+            changed = self._drop_cancelled() + self._expire() + self._admit()
+        for backend in set(self._active.values()):
+            try:
+                backend.step()
+            except Exception as error:  # a fault of one model must not end the others
+                _log.exception("a step of the model failed")
+                changed += self._fail(backend, ApiError(500, f"the model failed: {error}", code="model_error"))
+        self._wake(changed + self._publish())
+        return True
 
     def _drop_cancelled(self) -> list[Job]:
         cancelled, self._cancelled = self._cancelled, []

@@ -67,7 +67,7 @@ def serve(request: ServeOptions) -> None:
             server_header=False,
             timeout_graceful_shutdown=request.drain_s,
             lifespan="on",
-        )  # fmt: skip
+        )
     )
     _ignore_after_drain()
     port = listener.getsockname()[1]
