@@ -26,6 +26,7 @@ from bessemer.cli import (
     inspect,
     launch,
     model,
+    new,
     plan,
     runs,
     serve,
@@ -65,6 +66,7 @@ app.command("evaluate")(model.evaluate)
 app.command("export")(model.export)
 app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
+app.command("new")(new.new)
 app.add_typer(spec.app, name="spec")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)

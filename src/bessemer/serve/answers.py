@@ -73,9 +73,11 @@ class Answer:
         try:
             for choice in self.opening():
                 yield event(self.envelope(self.kinds[1], [choice]) | usage)
-            async for _ in updates:
+            more = True
+            while more:  # the first update was read before the response began
                 for choice in self._deltas(read):
                     yield event(self.envelope(self.kinds[1], [choice]) | usage)
+                more = await anext(updates, updates) is not updates
             if self.include_usage:
                 yield event(self.envelope(self.kinds[1], []) | {"usage": self.usage})
         except ApiError as error:

@@ -190,7 +190,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return ApiError(400, f"{place}: {first['msg']}" if place else first["msg"], place or None)
 
     def http(error: HTTPException) -> ApiError:
-        return ApiError(error.status_code, str(error.detail))
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
 
     def fault(error: Exception) -> ApiError:
         return ApiError(500, f"a fault of the server: {type(error).__name__}", code="internal_error")
@@ -244,7 +244,7 @@ def _add_information(app: FastAPI, registry: ModelRegistry, scheduler: Scheduler
 
 def _add_endpoints(app: FastAPI, endpoints: Endpoints) -> None:
     errors = _errors(400, 404, 413, 429, 500, 503)
-    streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {}}}}}
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, summary="Chat", responses={**errors, **streams})
     async def chat(http: Request, request: ChatRequest) -> Response:

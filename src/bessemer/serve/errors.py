@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,10 +15,15 @@ class ApiError(Exception):
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None,
-        retry_after_s: int | None = None,
+        retry_after_s: int | None = None, headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
-        self.status, self.param, self.code, self.retry_after_s = status, param, code, retry_after_s
+        self.status, self.param, self.code = status, param, code
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(retry_after_s)
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
 
     @property
     def body(self) -> dict[str, Any]:
@@ -25,11 +31,6 @@ class ApiError(Exception):
         # Messages may quote the request, and a lone surrogate in it is no UTF-8.
         message = str(self).encode(errors="replace").decode()
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
 class ErrorDetail(BaseModel):

@@ -41,6 +41,7 @@ class SamplingOptions(ApiModel):
     n: int | None = Field(None, ge=1)
     stop: Stops = None
     max_tokens: int | None = Field(None, ge=1)
+    ignore_eos: bool | None = Field(None, description="Go on after the end token, for measurements.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, float] | None = None

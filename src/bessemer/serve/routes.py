@@ -161,6 +161,7 @@ class Endpoints:
             if max(prompt, default=0) >= model.loaded.model.shape.vocab:
                 raise ApiError(400, f"a prompt with ids above {model.loaded.model.shape.vocab - 1}", "prompt")
         stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+        stop_ids = frozenset() if request.ignore_eos and constraint is None else model.loaded.stop_ids
         sampling = Sampling(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_k=request.top_k or 0, top_p=request.top_p or 1.0, min_p=request.min_p or 0.0,
@@ -172,7 +173,7 @@ class Endpoints:
             Job(
                 model.name, http.state.client, samples=n,
                 work=Prompt(
-                    prompt, max_tokens, sampling, model.loaded.stop_ids, stops, n, top_logprobs,
+                    prompt, max_tokens, sampling, stop_ids, stops, n, top_logprobs,
                     max_seconds=self.limits.request_s, constraint=constraint,
                 ),
             )
