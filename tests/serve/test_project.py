@@ -46,6 +46,7 @@ def test_mistakes(tmp_path):
             new_project(kind, tmp_path / name)
 
 
+@pytest.mark.slow
 def test_the_endpoints_own_tests(tmp_path):
     new_project("endpoint", tmp_path / "shop")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path / "shop")]

@@ -306,7 +306,9 @@ def test_constrained_rows_beside_free_ones(shape_of, build_random):
     """Each sample follows the constraint in a state of its own; rows without one get the tokens of before."""
     model = build_random(shape_of()).eval()
     work = requests(8, seed=3, samples=2)
-    limited = [replace(request, constraint=CyclicRemainders()) if i % 3 == 0 else request for i, request in enumerate(work)]
+    limited = [
+        replace(request, constraint=CyclicRemainders()) if i % 3 == 0 else request for i, request in enumerate(work)
+    ]
     for drafter in (None, NgramDrafter()):
         results = Generator(model, slots=4, max_length=128, drafter=drafter).run(limited)
         for i, (request, samples) in enumerate(zip(work, results, strict=True)):
