@@ -4,7 +4,7 @@
 
 Each server runs alone in a process of its own and gets the same greedy load twice: all requests at once, as many as
 `--concurrent`, for throughput; then a Poisson process at `--rate` for latency. The first round warms the server up and
-is not counted. The random weights are written once, as a Hugging Face folder with a byte tokenizer.
+is not counted. The random weights are written once, as a Hugging Face folder with a tokenizer of words.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 from generate import SIZES
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bessemer.bench.serve import Load, measure_load, parse_lengths
+from bessemer.bench.serve import WORDS, Load, measure_load, parse_lengths
 
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -38,14 +39,15 @@ CHATML = (
 def write_model(folder: Path, size: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**SIZES[size], max_position_embeddings=8192, bos_token_id=None, eos_token_id=258)
+    config = LlamaConfig(
+        **SIZES[size], max_position_embeddings=8192, bos_token_id=None, eos_token_id=SIZES[size]["vocab_size"] - 1
+    )
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    words = [*WORDS, *(f"w{i}" for i in range(config.vocab_size - len(WORDS) - len(SPECIAL)))]  # one token each
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHATML}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -70,7 +72,7 @@ def measure(system: str, folder: Path, options: argparse.Namespace) -> dict[str,
                 break
             except OSError:
                 if process.poll() is not None or time.monotonic() > end:
-                    raise SystemExit(f"{system} did not start: {' '.join(command(system, folder, options))}") from None
+                    raise SystemExit(f"{system} did not start: {command(system, folder, options)}") from None
                 time.sleep(1)
         load = Load(url, str(folder) if system != "bessemer" else None, options.concurrent, 0.0,
                     parse_lengths(options.lengths), chat=True)  # fmt: skip
@@ -101,8 +103,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     report = {"command": sys.argv, "device": device, "torch": torch.__version__, "systems": results}
     for system, numbers in results.items():
-        print(f"{system:14} {numbers['at_once']['output_tokens_per_s']:10,.0f} tokens/s at once,"
-              f" TTFT p95 {1000 * numbers['poisson']['ttft_s']['p95']:8,.0f} ms at {options.rate:g} a second")  # fmt: skip
+        rate, ttft_s = numbers["at_once"]["output_tokens_per_s"], numbers["poisson"]["ttft_s"]["p95"]
+        print(f"{system:14} {rate:10,.0f} tokens/s at once, TTFT p95 {ttft_s:.3f} s at {options.rate:g} a second")
     out = options.out or Path(f"benchmarks/results/{date.today()}-gpu-serve.json")
     out.write_text(json.dumps(report, indent=1) + "\n")
 

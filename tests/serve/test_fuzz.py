@@ -24,13 +24,13 @@ VALUES = [
     {"type": "json_schema", "json_schema": {"schema": {"pattern": "(a+)+$", "type": "string"}}},
     [{"role": "user", "content": "x"}], [{"role": "assistant"}],
     [{"role": "tool", "content": [{"type": "text", "text": "x"}]}],
-    [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}],
+    [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {}}}}}],
 ]  # fmt: skip
 KEYS = [
     "model", "messages", "prompt", "max_tokens", "max_completion_tokens", "n", "stop", "seed", "temperature", "top_p",
     "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs",
-    "stream", "stream_options", "response_format", "tools", "tool_choice", "echo", "suffix", "best_of", "logit_bias", "input",
-    "user", "ignore_eos", "parallel_tool_calls", "unknown",
+    "stream", "stream_options", "response_format", "tools", "tool_choice", "echo", "suffix", "best_of", "logit_bias",
+    "input", "user", "ignore_eos", "parallel_tool_calls", "unknown",
 ]  # fmt: skip
 
 

@@ -72,6 +72,7 @@ def serve(request: ServeOptions) -> None:
     _ignore_after_drain()
     port = listener.getsockname()[1]
     shown = request.host if ":" not in request.host else f"[{request.host}]"
+    listener.listen(2048)
     for model in models:
         print(f"model    {model.name}  ({model.task}, {model.context:,} tokens)  {model.source}")
     print(
