@@ -12,7 +12,6 @@ import httpx
 import openai
 import psutil
 import pytest
-
 from tests.serve.conftest import wait_until
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

@@ -18,7 +18,7 @@ from bessemer.errors import UserError
 from bessemer.model.generate import Request, Sampling
 from bessemer.serve.metrics import ServerMetrics
 from bessemer.serve.models import ModelOptions, load_served
-from bessemer.serve.scheduler import Job, Limits, Scheduler
+from bessemer.serve.scheduler import InferenceJob, Limits, Scheduler
 from bessemer.serve.server import ServeOptions, listen, serve
 
 
@@ -53,7 +53,7 @@ def scheduled():
     scheduler.set_backend("m", backend)
 
     def queue(client, name, samples=1):
-        scheduler._waiting.setdefault(client, deque()).append(Job("m", client, name, samples))
+        scheduler._waiting.setdefault(client, deque()).append(InferenceJob("m", client, name, samples))
 
     return scheduler, backend, queue
 
@@ -138,7 +138,7 @@ def test_a_cancelled_job_is_not_stepped_again(folder):
     model = load_served("tiny", folder, ModelOptions(device="cpu", slots=1))
     scheduler = Scheduler(Limits(), ServerMetrics())
     scheduler.set_backend("tiny", model.backend)
-    job = Job("tiny", "a", Request([1, 2], 50, Sampling(), frozenset()))
+    job = InferenceJob("tiny", "a", Request([1, 2], 50, Sampling(), frozenset()))
     model.backend.start(job)
     scheduler._active[job] = model.backend
     model.backend.step()

@@ -13,7 +13,7 @@ from bessemer.model.generate import Completion
 from bessemer.serve.errors import ApiError
 from bessemer.serve.models import ServedModel
 from bessemer.serve.prompts import ToolFormat, parse_tool_calls, text_before_calls
-from bessemer.serve.scheduler import Job
+from bessemer.serve.scheduler import InferenceJob
 
 _REASONS = {"stop": "stop", "length": "length", "time": "length", "cancelled": "stop"}
 _LOWEST = -9999.0  # JSON has no infinity
@@ -30,7 +30,7 @@ class Answer:
     """The answer of one request: its jobs and how they are shown. `tools` are the functions that the client knows."""
 
     model: ServedModel
-    jobs: Sequence[Job]
+    jobs: Sequence[InferenceJob]
     logprobs: bool = False
     include_usage: bool = False
     id: str = ""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import Decoder
-from bessemer.serve.scheduler import Job, Progress
+from bessemer.serve.scheduler import InferenceJob, SampleProgress
 from bessemer.spec.classify import ClassifySpec
 from bessemer.spec.load import load_spec
 
@@ -58,20 +58,20 @@ class EncoderBackend:
     slots: int = 64
 
     def __post_init__(self) -> None:
-        self.queue: deque[tuple[Job, int]] = deque()
-        self.jobs: set[Job] = set()
+        self.queue: deque[tuple[InferenceJob, int]] = deque()
+        self.jobs: set[InferenceJob] = set()
         if self.classes is None:
             self.model.transform = None  # of the masked-token head, which embeddings come before
 
     def free(self) -> int:
         return self.slots - len(self.jobs)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: InferenceJob) -> None:
         job.results = [None] * len(job.work)
         self.jobs.add(job)
         self.queue.extend((job, i) for i in range(len(job.work)))
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: InferenceJob) -> None:
         self.jobs.discard(job)
         self.queue = deque(entry for entry in self.queue if entry[0] is not job)
 
@@ -79,16 +79,16 @@ class EncoderBackend:
         self.jobs.clear()
         self.queue.clear()
 
-    def progress(self, job: Job) -> list[Progress]:
+    def progress(self, job: InferenceJob) -> list[SampleProgress]:
         done = sum(result is not None for result in job.results)
         if done < len(job.work):
-            return [Progress(0, "", None)]
+            return [SampleProgress(0, "", None)]
         self.jobs.discard(job)
-        return [Progress(0, "", "stop")]
+        return [SampleProgress(0, "", "stop")]
 
     @torch.inference_mode()
     def step(self) -> None:
-        batch: list[tuple[Job, int]] = []
+        batch: list[tuple[InferenceJob, int]] = []
         longest = 0
         while self.queue:
             job, i = self.queue[0]

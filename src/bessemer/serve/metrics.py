@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bessemer.serve.scheduler import Job
+    from bessemer.serve.scheduler import InferenceJob
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
@@ -38,7 +38,7 @@ class ServerMetrics:
         self.waiting = add(Gauge, "queue_jobs", "Jobs that wait.")
         self.running = add(Gauge, "running_samples", "Samples that are computed.")
 
-    def finished(self, job: Job, outcome: str) -> None:
+    def finished(self, job: InferenceJob, outcome: str) -> None:
         """Record a job that has ended. Called by the scheduler's thread."""
         now, model = time.monotonic(), job.model
         self.jobs.labels(model, outcome).inc()

@@ -24,7 +24,7 @@ from bessemer.run.directory import Run
 from bessemer.serve.encoders import EncoderBackend, read_classes, read_pooling
 from bessemer.serve.errors import ApiError
 from bessemer.serve.grammar import GrammarCompiler
-from bessemer.serve.scheduler import Backend, Job, Progress, Scheduler
+from bessemer.serve.scheduler import Backend, InferenceJob, SampleProgress, Scheduler
 from bessemer.spec.classify import ClassifySpec
 from bessemer.train.trained import LoadedModel, find_checkpoint, find_model, load_model
 
@@ -56,17 +56,17 @@ class GeneratorBackend:
     def free(self) -> int:
         return self.slots - len(self.generator.rows) - len(self.generator.waiting)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: InferenceJob) -> None:
         job.completions = self.generator.submit(job.work)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: InferenceJob) -> None:
         self.generator.cancel(job.completions[0].request)
 
     def step(self) -> None:
         self.generator.step()
 
-    def progress(self, job: Job) -> list[Progress]:
-        return [Progress(len(sample.tokens), sample.text, sample.reason) for sample in job.completions]
+    def progress(self, job: InferenceJob) -> list[SampleProgress]:
+        return [SampleProgress(len(sample.tokens), sample.text, sample.reason) for sample in job.completions]
 
     def reset(self) -> None:
         self.generator = self.make()

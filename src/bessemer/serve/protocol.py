@@ -225,7 +225,7 @@ class ListUsage(BaseModel):
     total_tokens: int
 
 
-class Embedding(BaseModel):
+class EmbeddingRow(BaseModel):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
@@ -233,7 +233,7 @@ class Embedding(BaseModel):
 
 class EmbeddingList(BaseModel):
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[EmbeddingRow]
     model: str
     usage: ListUsage
 

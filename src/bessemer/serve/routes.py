@@ -33,7 +33,7 @@ from bessemer.serve.protocol import (
     SamplingOptions,
     refuse_unsupported,
 )
-from bessemer.serve.scheduler import Job, Scheduler
+from bessemer.serve.scheduler import InferenceJob, Scheduler
 
 _COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where the request has none, as in OpenAI's API
 
@@ -127,7 +127,7 @@ class Endpoints:
                 raise ApiError(400, message, "input")
             if len(ids) > model.context:
                 raise _too_long(len(ids), model, "input")
-        job = Job(model.name, http.state.client, texts)
+        job = InferenceJob(model.name, http.state.client, texts)
         self.scheduler.submit([job])
         await self._finish(http, [job], self.scheduler.updates([job]))
         return texts, job.results
@@ -147,7 +147,7 @@ class Endpoints:
     def _jobs(
         self, http: Request, model: ServedModel, request: SamplingOptions, prompts: Sequence[list[int]],
         max_tokens: int, top_logprobs: int | None, constraint: GrammarConstraint | None,
-    ) -> list[Job]:  # fmt: skip
+    ) -> list[InferenceJob]:  # fmt: skip
         """Submit one job for each prompt."""
         n, most = request.n or 1, min(self.limits.samples, model.backend.slots)
         if n > most:
@@ -170,7 +170,7 @@ class Endpoints:
             seed=secrets.randbits(62) if request.seed is None else request.seed,
         )  # fmt: skip
         jobs = [
-            Job(
+            InferenceJob(
                 model.name, http.state.client, samples=n,
                 work=Prompt(
                     prompt, max_tokens, sampling, stop_ids, stops, n, top_logprobs,
@@ -195,13 +195,13 @@ class Endpoints:
             raise ApiError(400, f"the schema is too complex: {constraint.errors[0]}", code="invalid_schema")
         return JSONResponse(answer.body())
 
-    async def _finish(self, http: Request, jobs: Sequence[Job], updates: AsyncIterator[None]) -> None:
+    async def _finish(self, http: Request, jobs: Sequence[InferenceJob], updates: AsyncIterator[None]) -> None:
         async with self._watch(http, jobs):
             async for _ in updates:
                 pass
 
     @asynccontextmanager
-    async def _watch(self, http: Request, jobs: Sequence[Job]) -> AsyncIterator[None]:
+    async def _watch(self, http: Request, jobs: Sequence[InferenceJob]) -> AsyncIterator[None]:
         """Cancel the jobs if the client disconnects meanwhile."""
 
         async def cancel_on_disconnect() -> None:

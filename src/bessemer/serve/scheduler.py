@@ -38,7 +38,7 @@ class Limits:
     body_bytes: int = 4 << 20
 
 
-class Progress(NamedTuple):
+class SampleProgress(NamedTuple):
     """What a reader may use of a sample: its first tokens, its text, and the reason of its end."""
 
     tokens: int
@@ -47,14 +47,14 @@ class Progress(NamedTuple):
 
 
 @dataclass(eq=False)
-class Job:
+class InferenceJob:
     """One prompt with its samples, or the texts of one embedding or classification request."""
 
     model: str
     client: str
     work: Any  # a `Request` for generators, lists of token ids for encoders
     samples: int = 1
-    progress: list[Progress] = field(default_factory=list)
+    progress: list[SampleProgress] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
     error: ApiError | None = None
@@ -75,13 +75,13 @@ class Backend(Protocol):
         """Samples that can start now."""
         ...
 
-    def start(self, job: Job) -> None: ...
-    def cancel(self, job: Job) -> None: ...
+    def start(self, job: InferenceJob) -> None: ...
+    def cancel(self, job: InferenceJob) -> None: ...
     def step(self) -> None:
         """Advance all started jobs."""
         ...
 
-    def progress(self, job: Job) -> list[Progress]: ...
+    def progress(self, job: InferenceJob) -> list[SampleProgress]: ...
     def reset(self) -> None:
         """Forget all jobs after an error."""
         ...
@@ -93,9 +93,9 @@ class Scheduler:
     def __init__(self, limits: Limits, metrics: ServerMetrics) -> None:
         self.limits, self.metrics = limits, metrics
         self.backends: dict[str, Backend] = {}
-        self._waiting: dict[str, deque[Job]] = {}  # by client
-        self._active: dict[Job, Backend] = {}
-        self._cancelled: list[Job] = []
+        self._waiting: dict[str, deque[InferenceJob]] = {}  # by client
+        self._active: dict[InferenceJob, Backend] = {}
+        self._cancelled: list[InferenceJob] = []
         self._served_at: dict[str, float] = {}  # by client
         self._condition = threading.Condition()
         self._stopping = False
@@ -126,7 +126,7 @@ class Scheduler:
             waiting = sum(map(len, self._waiting.values()))
             return {"waiting": waiting, "running": sum(job.samples for job in self._active)}
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[InferenceJob]) -> None:
         """Queue the jobs of one request, which share one event; ApiError if the queue is full."""
         readers, loop = asyncio.Event(), asyncio.get_running_loop()
         with self._condition:
@@ -145,13 +145,13 @@ class Scheduler:
                 self._waiting.setdefault(client, deque()).append(job)
             self._condition.notify()
 
-    def cancel(self, jobs: Iterable[Job]) -> None:
+    def cancel(self, jobs: Iterable[InferenceJob]) -> None:
         """Stop computing these jobs before the next step. Jobs that are done stay as they are."""
         with self._condition:
             self._cancelled += [job for job in jobs if not job.done]
             self._condition.notify()
 
-    async def updates(self, jobs: Sequence[Job]) -> AsyncIterator[None]:
+    async def updates(self, jobs: Sequence[InferenceJob]) -> AsyncIterator[None]:
         """Yields after each change of a job, until all are done. Raises the first error; cancels them if left early."""
         try:
             while True:
@@ -198,7 +198,7 @@ class Scheduler:
         self._wake(changed + self._publish())
         return True
 
-    def _drop_cancelled(self) -> list[Job]:
+    def _drop_cancelled(self) -> list[InferenceJob]:
         cancelled, self._cancelled = self._cancelled, []
         for job in cancelled:
             if job.done:
@@ -212,7 +212,7 @@ class Scheduler:
             self.metrics.finished(job, "cancelled")
         return cancelled
 
-    def _expire(self) -> list[Job]:
+    def _expire(self) -> list[InferenceJob]:
         """Fail jobs that waited too long. Each client's queue is in order of arrival."""
         now, expired = time.monotonic(), []
         for client, queue in list(self._waiting.items()):
@@ -229,12 +229,12 @@ class Scheduler:
         if not self._waiting.get(client, True):
             del self._waiting[client]
 
-    def _admit(self) -> list[Job]:
+    def _admit(self) -> list[InferenceJob]:
         """Start waiting jobs while there are slots. Returns those that were refused by their model."""
         running = Counter[str]()
         for job in self._active:
             running[job.client] += job.samples
-        refused: list[Job] = []
+        refused: list[InferenceJob] = []
         blocked: set[Backend] = set()
         while True:
             candidates = []
@@ -262,7 +262,7 @@ class Scheduler:
             running[client] += job.samples
             self._active[job] = backend
 
-    def _fail(self, backend: Backend, error: ApiError) -> list[Job]:
+    def _fail(self, backend: Backend, error: ApiError) -> list[InferenceJob]:
         failed = [job for job, its_backend in self._active.items() if its_backend is backend]
         for job in failed:
             job.error, job.done = error, True
@@ -271,7 +271,7 @@ class Scheduler:
         backend.reset()
         return failed
 
-    def _publish(self) -> list[Job]:
+    def _publish(self) -> list[InferenceJob]:
         changed = []
         for job, backend in list(self._active.items()):
             progress = backend.progress(job)
@@ -287,7 +287,7 @@ class Scheduler:
             changed.append(job)
         return changed
 
-    def _wake(self, jobs: Sequence[Job]) -> None:
+    def _wake(self, jobs: Sequence[InferenceJob]) -> None:
         """Wake the readers of these jobs, with one call into each event loop."""
         for loop in {job.loop for job in jobs if job.loop is not None}:
             events = {job.readers for job in jobs if job.loop is loop}
