@@ -69,7 +69,8 @@ class Endpoints:
     async def complete(self, http: Request, request: CompletionRequest) -> Response:
         refuse_unsupported(request)
         model = self.registry.get(request.model, "generate")
-        prompts = await asyncio.to_thread(self._encode, request.prompt, model.loaded.prompt, "prompt")
+        most = min(self.limits.prompts, self.limits.client_queue)  # each waits for itself
+        prompts = await asyncio.to_thread(self._encode, request.prompt, model.loaded.prompt, "prompt", most)
         max_tokens = request.max_tokens or _COMPLETION_TOKENS
         jobs = self._jobs(http, model, request, prompts, max_tokens, request.logprobs, None)
         shown: dict[str, Any] = {"logprobs": request.logprobs is not None, "include_usage": _include_usage(request)}
@@ -119,7 +120,7 @@ class Endpoints:
             check_encodable(text, "input")
             return [*prefix, *tokenizer.encode(text), *suffix]
 
-        texts = await asyncio.to_thread(self._encode, value, encode, "input")
+        texts = await asyncio.to_thread(self._encode, value, encode, "input", self.limits.inputs)
         vocab = model.loaded.model.shape.vocab
         for ids in texts:
             if not ids or max(ids) >= vocab:
@@ -132,13 +133,13 @@ class Endpoints:
         await self._finish(http, [job], self.scheduler.updates([job]))
         return texts, job.results
 
-    def _encode(self, value: Any, encode: Callable[[str], list[int]], name: str) -> list[list[int]]:
+    def _encode(self, value: Any, encode: Callable[[str], list[int]], name: str, most: int) -> list[list[int]]:
         """Ids of a text, of ids, or of each of several."""
         entries = [value] if isinstance(value, str) or (value and isinstance(value[0], int)) else value
         if not entries:
             raise ApiError(400, f"{name} is empty", name)
-        if len(entries) > self.limits.prompts:
-            raise ApiError(400, f"{len(entries)} entries; at most {self.limits.prompts} are accepted", name)
+        if len(entries) > most:
+            raise ApiError(400, f"{len(entries)} entries; at most {most} are accepted", name)
         return [encode(entry) if isinstance(entry, str) else list(entry) for entry in entries]
 
     def _room(self, model: ServedModel, prompt: Sequence[int]) -> int:

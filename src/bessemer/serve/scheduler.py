@@ -34,7 +34,8 @@ class Limits:
     request_s: float = 600.0  # longest computation of a job
     max_tokens: int = 16384  # new tokens of a sample
     samples: int = 16  # n
-    prompts: int = 512  # prompts or inputs of a request
+    prompts: int = 128  # of a request
+    inputs: int = 2048  # of an embedding or classification request
     body_bytes: int = 4 << 20
 
 
