@@ -31,7 +31,7 @@ INSPECT_VERBS = ("lr", "gradients", "landscape", "histograms", "noise", "nan")
 VERBS = (
     "plan run", "plan interview", "plan search", "plan simulate", "plan serve", "plan memory", "plan job", "plan check",
     "train", "runs", "replay", "chaos", "generate", "evaluate", "export", "model show", "bench",
-    "bench scaling", "demo",
+    "bench scaling", "bench serve", "serve", "new", "demo",
     "spec check", "spec show", "spec schema",
     *(f"data {verb}" for verb in DATA_VERBS), *(f"checkpoints {verb}" for verb in CHECKPOINT_VERBS),
     *(f"inspect {verb}" for verb in INSPECT_VERBS), *(f"launch {verb}" for verb in LAUNCH_VERBS),

@@ -1,4 +1,4 @@
-"""`bessemer bench`: measure the peak speed of this machine for the planner, and how training scales over processes."""
+"""`bessemer bench`: the peak speed of this machine for the planner, how training scales, and load on a server."""
 
 from __future__ import annotations
 
@@ -94,4 +94,52 @@ def scaling(
     if out:
         report(f"saved to {save(result, out)}")
     if not any(row.tokens_per_s for row in result.rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    url: str = typer.Argument(help="An OpenAI-compatible server, such as http://127.0.0.1:8000/v1."),
+    model: str | None = typer.Option(None, "--model", help="The model's name (default: the server's first)."),
+    requests: int = typer.Option(100, "--requests", min=1, help="Number of requests."),
+    rate: float = typer.Option(4.0, "--rate", min=0, help="Mean arrivals per second; 0 sends all at once."),
+    lengths: str = typer.Option(
+        "256x128", "--lengths", help="PROMPTxANSWER tokens, or a mix such as 128x64:0.8,2048x256:0.2."
+    ),
+    slo: str | None = typer.Option(None, "--slo", help="A promise to check: interactive, streaming, edge or batch."),
+    chat: bool = typer.Option(False, "--chat", help="Send chats instead of completions."),
+    seed: int = typer.Option(0, "--seed", help="The same seed sends the same load."),
+    out: Path | None = typer.Option(None, "--out", help="A file for the numbers and each request's times."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Send a load to an OpenAI-compatible server: time to first token, time per token, throughput and goodput.
+
+    The key comes from OPENAI_API_KEY. The exit code is 1 if requests fail or the promise of --slo is not met.
+
+    Example: bessemer bench serve http://127.0.0.1:8000/v1 --rate 8 --slo interactive
+    """
+    import json
+    import os
+    import sys
+    from dataclasses import asdict
+
+    from bessemer.bench.serve import PROMISES, Load, measure_load, parse_lengths, table
+    from bessemer.storage import write_atomic
+
+    if slo is not None and slo not in PROMISES:
+        raise UserError(f"--slo {slo}: write one of {', '.join(PROMISES)}")
+    load = Load(url, model, requests, rate, parse_lengths(lengths), chat, seed, os.environ.get("OPENAI_API_KEY"))
+    result = measure_load(load, lambda line: print(line, file=sys.stderr, flush=True))
+    summary = result.summary(PROMISES[slo] if slo else None)
+    print(json.dumps(summary, indent=1) if as_json else "\n".join(table(summary)))
+    if error := next((times.error for times in result.times if times.error), None):
+        print(f"first error: {error}", file=sys.stderr)
+    if out is not None:
+        details = {
+            "command": ["bessemer", *sys.argv[1:]],
+            **summary,
+            "times": [asdict(times) for times in result.times],
+        }
+        write_atomic(out, json.dumps(details, indent=1) + "\n")
+    if summary["failed"] or not summary.get("passed", True):
         raise typer.Exit(1)

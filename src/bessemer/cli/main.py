@@ -27,8 +27,10 @@ from bessemer.cli import (
     inspect,
     launch,
     model,
+    new,
     plan,
     runs,
+    serve,
     spec,
     train,
 )
@@ -65,6 +67,8 @@ app.command("evaluate")(model.evaluate)
 app.add_typer(align.app, name="align")
 app.command("export")(model.export)
 app.add_typer(model.app, name="model")
+app.command("serve")(serve.serve)
+app.command("new")(new.new)
 app.add_typer(spec.app, name="spec")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)

@@ -25,6 +25,7 @@ from bessemer.model.families.adapter import AdapterFolder
 from bessemer.model.families.folder import HfFolder, find_origin, load_weights
 from bessemer.model.families.registry import needs_wrap
 from bessemer.model.generate import Generator, Request, Sampling
+from bessemer.model.generate.speculate import Drafter
 from bessemer.model.transformer import Decoder, make_module
 from bessemer.model.wrapped import wrap
 from bessemer.run.directory import Run
@@ -114,7 +115,9 @@ class LoadedModel(ReadsText):
         if self.context is not None and len(ids) > self.context:
             raise UserError(f"{name} has {len(ids):,} tokens and the model's context is {self.context:,}: shorten it")
 
-    def generator(self, slots: int = 1, max_length: int | None = None) -> Generator:
+    def generator(
+        self, slots: int = 1, max_length: int | None = None, drafter: Drafter | None = None, compiled: bool = False
+    ) -> Generator:
         """For many requests. On a GPU the weights are converted to bfloat16, in which the fast kernels compute."""
         shape = self.model.shape
         if shape.labels:
@@ -123,7 +126,7 @@ class LoadedModel(ReadsText):
             raise UserError("a model that attends to both sides writes no text: give one that predicts the next token")
         if self.model.head_weight.device.type == "cuda":
             self.model.to(torch.bfloat16)
-        return Generator(self.model, slots, max_length, self.decode)
+        return Generator(self.model, slots, max_length, self.decode, drafter, compiled)
 
     def stream(
         self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, stop: Sequence[str] = ()

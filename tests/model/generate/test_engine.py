@@ -1,6 +1,7 @@
 """The generator: whatever shares a batch, every request gets the tokens that it would get alone."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -283,3 +284,47 @@ def test_argmax_in_two_steps_takes_the_first_of_equal_logits(vocab):
     torch.manual_seed(0)
     logits = torch.randint(0, 9, (5, vocab)).float()
     assert torch.equal(two_step_argmax(logits), logits.argmax(dim=-1))
+
+
+class CyclicRemainders:
+    """Allows the tokens of one remainder after another: 0 mod 3, 1 mod 3, 2 mod 3, 0 mod 3, ..."""
+
+    def __init__(self):
+        self.accepted = []
+
+    def fork(self):
+        return type(self)()
+
+    def allowed(self, vocab):
+        return torch.arange(vocab) % 3 == len(self.accepted) % 3
+
+    def accept(self, token):
+        self.accepted.append(token)
+
+
+def test_constrained_rows_beside_free_ones(shape_of, build_random):
+    """Each sample follows the constraint in a state of its own; rows without one get the tokens of before."""
+    model = build_random(shape_of()).eval()
+    work = requests(8, seed=3, samples=2)
+    limited = [
+        replace(request, constraint=CyclicRemainders()) if i % 3 == 0 else request for i, request in enumerate(work)
+    ]
+    for drafter in (None, NgramDrafter()):
+        results = Generator(model, slots=4, max_length=128, drafter=drafter).run(limited)
+        for i, (request, samples) in enumerate(zip(work, results, strict=True)):
+            for completion in samples:
+                if i % 3 == 0:
+                    assert [token % 3 for token in completion.tokens] == [k % 3 for k in range(request.max_tokens)]
+            if i % 3 and request.sampling.temperature == 0:
+                assert samples[0].tokens == samples[1].tokens == alone(model, replace(request, samples=1)).tokens
+    assert not limited[0].constraint.accepted  # the request's own is not used up
+
+
+def test_a_constraint_on_a_host_that_is_a_step_behind(shape_of, build_random):
+    """As on a GPU: the token before must be read first."""
+    model = build_random(shape_of()).eval()
+    generator = Generator(model, slots=4, max_length=128)
+    generator.in_flight = 1
+    work = [replace(request, constraint=CyclicRemainders()) for request in requests(6, seed=5)]
+    for request, (completion,) in zip(work, generator.run(work), strict=True):
+        assert [token % 3 for token in completion.tokens] == [k % 3 for k in range(request.max_tokens)]

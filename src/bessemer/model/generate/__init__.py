@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from bessemer.model.generate.engine import Completion, Generator, Request
+from bessemer.model.generate.engine import Completion, Constraint, Generator, Request
 from bessemer.model.generate.sampling import Sampling, filter_logits
 from bessemer.model.generate.speculate import ModelDrafter, NgramDrafter
 from bessemer.model.transformer import Decoder
 
 __all__ = [
-    "Completion", "Generator", "ModelDrafter", "NgramDrafter", "Request", "Sampling", "filter_logits", "generate",
+    "Completion", "Constraint", "Generator", "ModelDrafter", "NgramDrafter", "Request", "Sampling", "filter_logits",
+    "generate",
 ]  # fmt: skip
 
 

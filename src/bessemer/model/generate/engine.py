@@ -7,10 +7,12 @@ On a GPU the host is one step behind: it reads the tokens of a pass while the ne
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 import torch
 import xxhash
@@ -28,6 +30,22 @@ _SAMPLE_SEED = 0x9E3779B9  # seeds of several samples are this far apart
 Decode = Callable[[list[int]], str]
 
 
+class Constraint(Protocol):
+    """Limits the tokens of one answer, for example to a grammar."""
+
+    def fork(self) -> Self:
+        """A copy in the initial state, for one sample."""
+        ...
+
+    def allowed(self, vocab: int) -> Tensor:
+        """(V,) bool on the CPU: the tokens that may follow."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Append a token."""
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt to continue."""
@@ -41,6 +59,7 @@ class Request:
     top_logprobs: int | None = None  # log-probabilities of the chosen token and of this many most likely ones
     tempered_logprobs: bool = False  # of the distribution at the request's temperature, before top-k, top-p and min-p
     max_seconds: float | None = None
+    constraint: Constraint | None = None  # log-probabilities are of the unconstrained distribution
 
 
 @dataclass
@@ -156,7 +175,10 @@ class Generator:
         completions = []
         for i in range(request.samples):
             seeded = replace(request.sampling, seed=request.sampling.seed + i * _SAMPLE_SEED)
-            sample = replace(request, sampling=seeded, max_tokens=min(request.max_tokens, longest))
+            sample = replace(
+                request, sampling=seeded, max_tokens=min(request.max_tokens, longest),
+                constraint=None if request.constraint is None else request.constraint.fork(),
+            )  # fmt: skip
             completions.append(Completion(self._requests, i, prompt_tokens=len(request.prompt)))
             if sample.max_tokens < 1:
                 completions[-1].reason = "length"
@@ -299,7 +321,7 @@ class Generator:
         settings = self._batch_settings(rows, self.model.head_weight.device)
         if not settings.greedy or settings.penalty_3B is not None:
             return False
-        if any(row.request.top_logprobs is not None for row in rows):
+        if any(row.request.top_logprobs is not None or row.request.constraint is not None for row in rows):
             return False
         tokens_B = self.runner.greedy_step()
         if tokens_B is not None:
@@ -313,6 +335,9 @@ class Generator:
         if settings.penalty_3B is not None:
             assert self._counts_2SV is not None
             penalized_BV = settings.penalize(logits_BV, *self._counts_2SV[:, slots].to(logits_BV.dtype))
+        if any(row.request.constraint is not None for row in rows):
+            self._settle(0)  # a constraint needs the token before
+            penalized_BV = _constrain(rows, penalized_BV)
         tokens_B = settings.draw(penalized_BV, self.runner.next_positions())
         self.runner.accept(tokens_B)
         if settings.penalty_3B is not None and self._counts_2SV is not None:
@@ -346,6 +371,8 @@ class Generator:
     def _append(self, row: _Row, token: int) -> None:
         """Take a drawn token into a row, and end the row if it was the last one."""
         completion, request = row.completion, row.request
+        if request.constraint is not None:
+            request.constraint.accept(token)
         if token in request.stop_ids:
             completion.stop = token
             self._end(row, "stop")
@@ -373,8 +400,10 @@ class Generator:
         """Several tokens of every row: drafts are read in one pass, and kept as far as the model agrees."""
         assert self.drafter is not None
         drafts = [
-            _shorten(self.drafter.propose(row.slot, row.context, row.request.sampling), SPARE - 1) for row in rows
-        ]
+            Draft([]) if row.request.constraint is not None
+            else _shorten(self.drafter.propose(row.slot, row.context, row.request.sampling), SPARE - 1)
+            for row in rows
+        ]  # fmt: skip
         longest = max(len(draft.tokens) for draft in drafts)
         fed = [[row.context[-1], *draft.tokens, *[0] * (longest - len(draft.tokens))]
                for row, draft in zip(rows, drafts, strict=True)]  # fmt: skip
@@ -382,7 +411,8 @@ class Generator:
         logits_BTV = self.runner.read([row.slot for row in rows], fed, starts)
         self.forwards += 1
         for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            new = verify(draft, logits_BTV[i], row.request.sampling, len(row.context))
+            logits_TV = logits_BTV[i] if row.request.constraint is None else _constrain([row], logits_BTV[i, :1])
+            new = verify(draft, logits_TV, row.request.sampling, len(row.context))
             logprobs = _logprobs(
                 [row], torch.tensor([new], device=logits_BTV.device), logits_BTV[i : i + 1, : len(new)]
             )
@@ -392,6 +422,15 @@ class Generator:
                     _record_logprobs(row, [x[0, at].cpu() for x in logprobs])
                 if row.completion.reason is not None:
                     break
+
+
+def _constrain(rows: Sequence[_Row], logits_BV: Tensor) -> Tensor:
+    """The logits with -inf for the tokens that the constraints of the rows exclude."""
+    allowed_BV = torch.ones(logits_BV.shape, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        if row.request.constraint is not None and row.completion.reason is None:
+            allowed_BV[i] = row.request.constraint.allowed(logits_BV.shape[1])
+    return logits_BV.masked_fill(~allowed_BV.to(logits_BV.device), -math.inf)
 
 
 def _shorten(draft: Draft, length: int) -> Draft:

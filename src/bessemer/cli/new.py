@@ -1,0 +1,22 @@
+"""`bessemer new`: starter projects around a served model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def new(
+    kind: str = typer.Argument(help="endpoint (FastAPI with a container file) or web-form (Next.js with Supabase)."),
+    folder: Path = typer.Argument(help="A new folder; its name is the project's."),
+) -> None:
+    """Write a starter project for a served model: a prediction endpoint, or a web form that calls it.
+
+    Example: bessemer new endpoint my-endpoint
+    """
+    from bessemer.serve.project import new_project
+
+    for path in new_project(kind, folder):
+        print(path)
+    print(f"\nnext: read {folder / 'README.md'}, copy .env.example and fill in the keys")

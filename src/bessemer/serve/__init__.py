@@ -1,0 +1,1 @@
+"""`bessemer serve`: a model behind OpenAI's HTTP API."""

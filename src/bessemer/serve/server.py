@@ -1,0 +1,124 @@
+"""Starts the server: loads the models, binds the address, and runs until SIGTERM or SIGINT, which drain it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from bessemer.errors import UserError
+from bessemer.serve.models import ModelOptions, ModelRegistry, RunWatcher, ServedModel, load_adapter, load_served
+from bessemer.serve.scheduler import Limits, Scheduler
+
+API_KEYS = "BESSEMER_API_KEYS"
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What `bessemer serve` was asked for."""
+
+    model: Path
+    name: str | None = None
+    adapters: Sequence[str] = ()
+    watch: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    origins: tuple[str, ...] = ()
+    anonymous: bool = False
+    drain_s: int = 60
+    options: ModelOptions = field(default_factory=ModelOptions)
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(request: ServeOptions) -> None:
+    """Serve until a signal. The first one drains: no new connections, running requests end within `drain_s`."""
+    try:
+        import uvicorn
+
+        from bessemer.serve.app import Access, make_app, parse_keys
+        from bessemer.serve.metrics import ServerMetrics
+
+        keys, metrics = tuple(parse_keys(os.environ.get(API_KEYS, ""))), ServerMetrics()
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"serve needs {error.name}: pip install 'bessemer[serve]'") from None
+    local = is_loopback(request.host)
+    if not local and not keys and not request.anonymous:
+        raise UserError(
+            f"--host {request.host} opens the model to the network without a key: set {API_KEYS}, or add --anonymous"
+        )
+    listener = listen(request.host, request.port)
+    models = load_models(request)
+    scheduler = Scheduler(request.limits, metrics)
+    registry = ModelRegistry(models, scheduler)
+    watcher = RunWatcher(request.model, models[0].name, request.options, registry) if request.watch else None
+    app = make_app(registry, scheduler, Access(keys, request.origins, local and not keys), watcher)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=request.drain_s,
+            lifespan="on",
+        )
+    )
+    _ignore_after_drain()
+    port = listener.getsockname()[1]
+    shown = request.host if ":" not in request.host else f"[{request.host}]"
+    listener.listen(2048)
+    for model in models:
+        print(f"model    {model.name}  ({model.task}, {model.context:,} tokens)  {model.source}")
+    print(
+        f"serving  http://{shown}:{port}/v1  chat page at http://{shown}:{port}/  Ctrl-C drains and stops", flush=True
+    )
+    start = time.monotonic()
+    server.run(sockets=[listener])
+    print(f"stopped after {time.monotonic() - start:.0f} s", flush=True)
+
+
+def load_models(request: ServeOptions) -> list[ServedModel]:
+    name = request.name or Path(os.path.abspath(request.model)).name
+    models = [load_served(name, request.model, request.options)]
+    for entry in request.adapters:
+        adapter, separator, folder = entry.partition("=")
+        if not separator or not adapter or not folder:
+            raise UserError(f"--adapter {entry}: write NAME=FOLDER")
+        models.append(load_adapter(adapter, Path(folder), models[0], request.options))
+    return models
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, bound before the models are loaded so that a wrong address is told at once."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--host {host} --port {port}: cannot be used ({reason}); choose another") from None
+    return listener
+
+
+def _ignore_after_drain() -> None:
+    """uvicorn raises the signal that ended it once more after draining; the command then ends with 0."""
+
+    def ignore(number: int, frame: Any) -> None:
+        return None
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ignore)
