@@ -165,7 +165,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_the_loss_is_the_same_at_any_accumulation_and_number_of_ranks(name: str, tmp_path: Path) -> None:
     rl = rl_of(**SETTINGS[name])
     made = make_round(rl)
-    stream, objective, model = stream_of(tmp_path, rl, made), PolicyGradient("grpo", rl), build_model(SHAPE, seed=0, device="cpu")
+    stream, objective, model = (
+        stream_of(tmp_path, rl, made),
+        PolicyGradient("grpo", rl),
+        build_model(SHAPE, seed=0, device="cpu"),
+    )
     loss, metrics, gradients = loss_of(model, objective, stream)
     for micro, world in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 4)):
         other, other_metrics, other_gradients = loss_of(model, objective, stream, micro=micro, world=world)
@@ -208,12 +212,18 @@ def expected_loss(model: Decoder, made: Round, rl: RlSpec, numbers: list[int], n
 def test_values_and_gradients_are_those_of_the_formulas(name: str, tmp_path: Path) -> None:
     rl = rl_of(**SETTINGS[name])
     made = make_round(rl)
-    stream, objective, model = stream_of(tmp_path, rl, made), PolicyGradient("grpo", rl), build_model(SHAPE, seed=0, device="cpu")
+    stream, objective, model = (
+        stream_of(tmp_path, rl, made),
+        PolicyGradient("grpo", rl),
+        build_model(SHAPE, seed=0, device="cpu"),
+    )
     with torch.no_grad():  # log-ratios near those of a run
         for number, sample in enumerate(made.samples):
             ids = torch.from_numpy(np.concatenate([sample.prompt, sample.tokens]))
             logits_TV = F.linear(model(ids[None, :-1])[0], model.head_weight) / rl.temperature
-            now = logits_TV.log_softmax(-1)[sample.prompt.size - 1 :].gather(1, torch.from_numpy(sample.tokens)[:, None])
+            now = logits_TV.log_softmax(-1)[sample.prompt.size - 1 :].gather(
+                1, torch.from_numpy(sample.tokens)[:, None]
+            )
             for key in ("old_logps", "generator_logps", "ref_logps"):
                 if key in made.arrays:
                     made.tokens_of(number, key)[:] += now[:, 0].numpy() + 3

@@ -128,7 +128,9 @@ def test_a_run_records_rewards_stores_its_rounds_and_answers_held_out_prompts(ma
     validations = list(run.validations())
     assert [record["step"] for record in validations] == [0, 3, 6]
     samples = (run.folder / "samples" / "step-00000006.jsonl").read_text().splitlines()
-    assert validations[-1]["loss"] == pytest.approx(-np.mean([json.loads(line)["reward"] for line in samples]), abs=1e-5)
+    assert validations[-1]["loss"] == pytest.approx(
+        -np.mean([json.loads(line)["reward"] for line in samples]), abs=1e-5
+    )
     held_out = {json.loads(line)["prompt"] for line in samples}
     asked = {json.loads(row)["prompt"] for path in (run.folder / "rollouts").glob("*.jsonl") for row in path.open()}
     assert held_out and not held_out & asked
