@@ -1,4 +1,4 @@
-"""Rounds of rollouts: storage, packing into batches, the objective's loss and gradients, and PPO's advantages by hand."""
+"""Rounds of rollouts: storage, packing, the objective's loss and gradients, and PPO's advantages by hand."""
 
 from collections import deque
 from pathlib import Path
@@ -35,7 +35,8 @@ def samples(count: int, seed: int = 0) -> list[Sample]:
         prompt, tokens = (draw.integers(1, VOCAB, draw.integers(2, 8)) for _ in range(2))
         sample = Sample(
             number // GROUP, 0, number // GROUP, prompt, tokens, draw.normal(-3, 0.1, tokens.size).astype(np.float32),
-            bool(draw.random() < 0.7), number, f"answer {number}", float(draw.normal()), {"a": float(number), "b": np.nan},
+            bool(draw.random() < 0.7), number, f"answer {number}", float(draw.normal()),
+            {"a": float(number), "b": np.nan},
         )  # fmt: skip
         made.append(sample)
     return made
@@ -148,7 +149,7 @@ def test_before_the_run_begins_batches_are_full_rows(tmp_path: Path) -> None:
     assert [batch.tokens.shape for batch in batches] == [(3, CONTEXT)] * 2
     assert set(batches[0].fields) >= {"advantages", "generator_logps"}
     stream.rounds.synthetic = False
-    with pytest.raises(UserError, match="step 0: .* holds no rollouts of its prompts"):
+    with pytest.raises(UserError, match=r"step 0: .* holds no rollouts of its prompts"):
         stream.micro_batches(0, 3)
 
 

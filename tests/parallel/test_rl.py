@@ -29,7 +29,8 @@ def spec_of(folder: Path, name: str, layout: dict[str, Any], **parts: Any) -> Ru
         rows.write_text("".join(json.dumps(row) + "\n" for row in questions))
     return RunSpec.model_validate({
         "name": name, "runs": str(folder / "runs"), "precision": "fp32", "model": SHAPE,
-        "data": {"sources": {"rows": {"path": [str(rows)], "columns": {"prompt": "q"}}}, "context": 24, "validation": 0.1},
+        "data": {"sources": {"rows": {"path": [str(rows)], "columns": {"prompt": "q"}}}, "context": 24,
+                 "validation": 0.1},
         "budget": {"steps": 4, "micro_batch": 2}, "optimizer": {"lr": 0.001},
         "schedule": {"kind": "constant", "warmup": 1}, "evaluate": {"every": 4}, "checkpoint": {"every": 4},
         "parallel": {"device": "cpu", "threads": 1, **layout}, **parts,

@@ -105,9 +105,11 @@ def test_a_run_records_rewards_stores_its_rounds_and_answers_held_out_prompts(ma
     assert train(spec).kind == "finished"
     run = run_of(spec)
     records = list(run.metrics())
-    wanted = {"reward", "reward_right", "reward_short", "reward_std", "equal_groups", "entropy", "ratio_high", "ratio_low",
-              "importance", "mismatch", "answer_tokens", "truncated", "repetition", "advantage_mean", "generate_s",
-              "reward_s", "score_s"}  # fmt: skip
+    wanted = {
+        "reward", "reward_right", "reward_short", "reward_std", "equal_groups", "entropy", "ratio_high", "ratio_low",
+        "importance", "mismatch", "answer_tokens", "truncated", "repetition", "advantage_mean", "generate_s",
+        "reward_s", "score_s",
+    }  # fmt: skip
     assert wanted <= records[0].keys() and len(records) == 6
     assert all(record["veto"] is None for record in records)
     made = RoundStore(run.folder / "rollouts").load(3)
