@@ -40,12 +40,15 @@ class ChatServer:
                 body = value if isinstance(value, bytes) else json.dumps(value).encode()
                 with outer._lock:
                     outer.active -= 1
-                self.send_response(status)
-                for name, text in headers.items():
-                    self.send_header(name, text)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                try:
+                    self.send_response(status)
+                    for name, text in headers.items():
+                        self.send_header(name, text)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+                except OSError:  # the client has given up waiting
+                    self.close_connection = True
 
             def log_message(self, *args: Any) -> None:
                 pass
