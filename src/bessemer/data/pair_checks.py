@@ -38,7 +38,7 @@ class Pair:
 def make_pair(chosen: ChatRow, rejected: ChatRow) -> Pair:
     answers = [tuple(row.ids[row.weights > 0].tolist()) for row in (chosen, rejected)]
     first, second = (tuple(row.ids[: int((row.weights > 0).argmax())].tolist()) for row in (chosen, rejected))
-    return Pair(chosen.place, tuple(chosen.ids[chosen.weights == 0].tolist()), *answers, (first, second))
+    return Pair(chosen.place, tuple(chosen.ids[chosen.weights == 0].tolist()), *answers, prompts=(first, second))
 
 
 def check_pairs(
