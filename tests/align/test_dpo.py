@@ -135,7 +135,7 @@ def test_adapters_compare_with_the_model_without_them(base: tuple[Path, Path, Pa
         ({"objective": {"dpo": {"loss": "ipo"}}, "dpo": {"loss": "ipo"}}, "objective: expected text"),
         ({"data": {"sources": {"a": {"path": "x.jsonl", "messages_field": "m"}}}}, "dpo compares two answers"),
         ({"models": {"reference": {"path": "runs/base", "train": True}}}, "the reference is a frozen language model"),
-        ({"parallel": {"cp": 2}}, "summed over complete rows: write cp: 1"),
+        ({"parallel": {"cp": 2}}, "compared over complete rows: write cp: 1"),
     ],
 )
 def test_mistakes_have_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -20,7 +20,7 @@ from bessemer.train.answers import AnswerSettings, answer_all, read_prompts
 from bessemer.train.trained import load_model
 
 ROOT = Path(__file__).parents[2]
-FAST = ("sft", "qlora", "classify", "dpo")
+FAST = ("sft", "qlora", "classify", "dpo", "reward")
 FINE_TUNING = (*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "tools", "distill")))
 pytest.importorskip("transformers")
 

@@ -17,7 +17,7 @@ from bessemer.plan.decide import decide_vocab
 from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import SourceSize
 from bessemer.spec.data import SourceSpec
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import PAIR_OBJECTIVES, RunSpec
 
 SAMPLE_BYTES = 1 << 18  # of the first file of each source
 COMPRESSED = 3.0  # bytes of text in a byte of gz, zst or Parquet
@@ -30,7 +30,7 @@ def estimate_sizes(spec: RunSpec) -> dict[str, SourceSize]:
     if spec.data.store is not None:
         return {}
     sizes = {name: estimate_size(source) for name, source in spec.data.sources.items() if source.path != ["python"]}
-    if spec.objective == "dpo" and isinstance(spec.data.context, int):  # a padded row for each pair
+    if spec.objective in PAIR_OBJECTIVES and isinstance(spec.data.context, int):  # a padded row for each pair
         sizes = {
             name: replace(size, tokens=size.documents * spec.data.context, sequences=size.documents)
             for name, size in sizes.items()

@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass
 
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.memory import Passes, decide_micro_batch
-from bessemer.plan.decision import BASES, EMPIRICAL, Plan
+from bessemer.plan.decision import BASES, EMPIRICAL, Plan, RecipeAnswer
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
 from bessemer.plan.recipe.adapters import adapter_rate, decide_adapter
-from bessemer.plan.recipe.fine_tuning import SFT_SMALLEST, SFT_STEPS, classify, dpo, sft, sft_batch_rows
+from bessemer.plan.recipe.fine_tuning import SFT_SMALLEST, SFT_STEPS, Tuning, classify, dpo, reward, sft, sft_batch_rows
 from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
 from bessemer.plan.search.layout import ONE_PROCESS, Layout
 from bessemer.spec.mixture import Mixture
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count, human_time, span_steps
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import PAIR_OBJECTIVES, RunSpec
 from bessemer.spec.shape import ModelShape
 
 EVALUATIONS_PER_RUN = 20
@@ -209,9 +209,11 @@ def decide_batch(
             reason += f", fewer if the run would have less than {SFT_STEPS} steps"
             value = max(1, round(conversations * length / context)) * context
             batch = plan.choose(key, spec.budget.batch, (value, reason, recipe.source), recipe.basis)
-        elif spec.objective == "dpo":
-            recipe, pairs = dpo(shape.parameters), sft_batch_rows(tokens / context)
-            reason = f"{pairs} pairs: at most {recipe.value.settings['batch_rows']}"
+        elif spec.objective in PAIR_OBJECTIVES:
+            recipe = fine_tuning(spec, shape)
+            most = recipe.value.settings["batch_rows"]
+            pairs = min(most, sft_batch_rows(tokens / context))
+            reason = f"{pairs} pairs: at most {most}"
             reason += f", fewer if the run would have less than {SFT_STEPS} steps"
             batch = plan.choose(key, spec.budget.batch, (pairs * context, reason, recipe.source), recipe.basis)
         else:
@@ -233,10 +235,8 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
     if budget.epochs is not None:
         reason = f"{budget.epochs:g} passes over {corpus_tokens:,} training tokens"
         return int(plan.add("budget.tokens", max(1, int(budget.epochs * corpus_tokens)), reason, "asked"))
-    if spec.objective in ("classify", "sft", "dpo"):
-        recipe = dpo(shape.parameters) if spec.objective == "dpo" else sft(shape.parameters)
-        if spec.objective == "classify":
-            recipe = classify(shape.parameters, is_continued(spec))
+    if spec.objective in ("classify", "sft", *PAIR_OBJECTIVES):
+        recipe = fine_tuning(spec, shape)
         epochs = recipe.value.settings["epochs"]
         passes = (epochs * corpus_tokens, f"{epochs} passes over the rows: {recipe.reason}", recipe.source)
         return int(plan.choose("budget.tokens", budget.tokens, passes, recipe.basis))
@@ -259,9 +259,10 @@ def decide_lr(
         recipe = classify(shape.parameters, trained=True)
         rate = (recipe.value.settings["learning_rate"], "usual for a new head on trained weights", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
-    released = spec.objective == "dpo" or (spec.objective == "sft" and shape.parameters >= SFT_SMALLEST)
+    large = shape.parameters >= SFT_SMALLEST
+    released = spec.objective == "dpo" or (spec.objective in ("sft", "reward") and large)
     if released and continued and name in ("adamw", "adam"):
-        recipe = dpo(shape.parameters) if spec.objective == "dpo" else sft(shape.parameters)
+        recipe = fine_tuning(spec, shape)
         rate = (recipe.value.settings["learning_rate"], "of released models, by size", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
     # The laws are not valid for the few tokens of a continued run.
@@ -285,6 +286,14 @@ def decide_lr(
     return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *decided), basis))
 
 
+def fine_tuning(spec: RunSpec, shape: ModelShape | None) -> RecipeAnswer[Tuning]:
+    """The settings of the objective of fine-tuning, for a shape if it is known."""
+    parameters = shape.parameters if shape else 1e9
+    if spec.objective == "classify":
+        return classify(parameters, is_continued(spec))
+    return {"sft": sft, "dpo": dpo, "reward": reward}[spec.objective](parameters)
+
+
 def is_continued(spec: RunSpec) -> bool:
     """Whether the run starts from trained weights."""
     return spec.start_from is not None or spec.model.hf is not None
@@ -298,8 +307,8 @@ def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan)
         if steps >= total_steps:
             raise UserError(f"schedule.warmup: {steps:,} steps are the whole run of {total_steps:,}: write 2%")
         return steps
-    if spec.objective in ("sft", "dpo"):
-        recipe = dpo(1e9) if spec.objective == "dpo" else sft(1e9)
+    if spec.objective in ("sft", *PAIR_OBJECTIVES):
+        recipe = fine_tuning(spec, None)
         share = recipe.value.settings["warmup"]
         steps = max(1, round(share * total_steps))
         return int(plan.add("schedule.warmup", steps, f"{share:.0%} of the steps", recipe.source, recipe.basis))

@@ -235,6 +235,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         if world.divided:
             init_sharded_weights(model, stages, device, spec.seed, spec.model.init)
         clear_adapters(model)
+        spread_heads(model, spec)
         sharded = spec.parallel.replicas.divide_optimizer and world.size > 1
         optimizer = zero1_optimizer(model, spec, world) if sharded else optimizer_for(model, spec, bool(stages))
         if after_step:
@@ -278,6 +279,17 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         Recorder(run, view, step_flops(model, parts.shape, plan.context), parts.peak_flops),
         CheckpointSaver(CheckpointStore(run.checkpoints, world), fingerprint, remote),
     )  # fmt: skip
+
+
+def spread_heads(model: nn.Module, spec: RunSpec) -> None:
+    """The heads of a reward ensemble start with different scores of all answers, and keep their differences where no
+    pair decides (Osband et al. 2018, randomized prior functions). Drawn with 0.02, they learn to agree everywhere."""
+    if spec.objective != "reward" or spec.reward.heads == 1 or spec.model.init not in ("gpt", "depth"):
+        return
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("head.weight"):
+                weight.mul_(50 * spec.reward.spread / weight.shape[1] ** 0.5)
 
 
 def step_flops(model: Decoder, shape: ModelShape, context: int) -> int:

@@ -43,7 +43,7 @@ from bessemer.plan.decide import TrainPlan, decide_vocab
 from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import SourceSize, sources_used
 from bessemer.spec.data import SourceSpec, StoreSpec
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import PAIR_OBJECTIVES, RunSpec
 from bessemer.train.evaluate import HeldOutSet
 from bessemer.train.job import Job
 
@@ -286,7 +286,10 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
     sizes_by_source = {}
     for name, source in data.train.items():
         count = rows[name].count if name in rows else 0
-        padded = (spec.objective, spec.data.packing) == ("classify", "pad") or spec.objective in ("sft", "dpo")
+        padded = (spec.objective, spec.data.packing) == ("classify", "pad") or spec.objective in (
+            "sft",
+            *PAIR_OBJECTIVES,
+        )
         tokens = source.tokens if isinstance(source, TokenStore) and not padded else count * context
         if isinstance(data, UserData) and name not in rows:  # an iterable tells nothing of its length
             count = tokens = _ENDLESS

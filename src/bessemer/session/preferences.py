@@ -1,5 +1,5 @@
-"""What `objective: dpo` adds to a start: the reference model, which is the model that the run starts from, and the
-checks of its pairs."""
+"""What objectives of pairs (`dpo`, `reward`) add to a start: the checks of the pairs and, for dpo, the reference model,
+which is the model that the run starts from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from bessemer.align.dpo import REFERENCE
 from bessemer.data.chat_checks import Mistake
 from bessemer.data.chat_rows import StoreReader, sample_numbers
 from bessemer.data.pair_checks import check_pairs, make_pair
+from bessemer.data.read.answers import MARGIN
 from bessemer.data.read.chat_formats import recognise_pairs
 from bessemer.data.store.token_store import TokenStore
 from bessemer.data.stream.groups import GROUP
@@ -15,20 +16,23 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import sources_used
 from bessemer.session.data import Data
 from bessemer.spec.model import BASE, OtherModelSpec
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import PAIR_OBJECTIVES, RunSpec
 
 
 def with_preference_defaults(spec: RunSpec) -> RunSpec:
     """The spec with the columns of its pairs and the reference, where it is silent. Reads first rows of each source."""
-    if spec.objective != "dpo":
+    if spec.objective not in PAIR_OBJECTIVES:
         return spec
-    sources = {}
+    sources, more = {}, (MARGIN,) if spec.objective == "reward" else ()
     for name, source in spec.data.sources.items():
-        sources[name] = source if not source.path or source.path == ["python"] else recognise_pairs(source)
+        sources[name] = source if not source.path or source.path == ["python"] else recognise_pairs(source, more)
         if source.path != ["python"] and "chosen" not in (sources[name].columns or {}):
             fix = "columns: {prompt: question, chosen: good, rejected: bad}"
-            raise UserError(f"data.sources.{name}: dpo compares two answers: name their columns, such as {fix}")
-    return with_reference(spec.model_copy(update={"data": spec.data.model_copy(update={"sources": sources})}))
+            raise UserError(
+                f"data.sources.{name}: {spec.objective} compares two answers: name their columns, such as {fix}"
+            )
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sources": sources})})
+    return with_reference(spec) if spec.objective == "dpo" else spec
 
 
 def with_reference(spec: RunSpec) -> RunSpec:
@@ -45,6 +49,11 @@ def with_reference(spec: RunSpec) -> RunSpec:
 
 def log_preferences(spec: RunSpec, plan: Plan) -> None:
     """Adds the loss and the reference to the plan."""
+    if spec.objective == "reward":
+        heads = spec.reward.heads
+        plan.add(
+            "reward.heads", heads, f"{'a score' if heads == 1 else 'scores'} at the last token of an answer", "asked"
+        )
     if spec.objective != "dpo":
         return
     plan.add("dpo.loss", spec.dpo.loss, f"beta {spec.dpo.beta_value:g}", "asked")

@@ -39,7 +39,7 @@ from bessemer.session.start import (
     resolve_run,
 )
 from bessemer.spec.load import load_spec
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import PAIR_OBJECTIVES, RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import use_tf32
 from bessemer.train.device import measure_machine, pick_device, use_threads
@@ -173,7 +173,7 @@ class Session:
             data, shape, context = self._prepare(plan)
         for note in getattr(data, "notes", ()):
             self._note_data(run, note)
-        if self.spec.objective in ("sft", "dpo") and previous.plan is None:
+        if self.spec.objective in ("sft", *PAIR_OBJECTIVES) and previous.plan is None:
             self._check_rows(run, data, context)
         return data, shape, context
 
@@ -183,7 +183,7 @@ class Session:
         mistakes: dict[str, list[Mistake]] = {}
         with self.world.main_process_first():
             if self.world.main:
-                check = check_pair_sources if self.spec.objective == "dpo" else check_sources
+                check = check_pair_sources if self.spec.objective in PAIR_OBJECTIVES else check_sources
                 mistakes = check(self.spec, data, context)
         for line in refuse_mistakes(self.world.agree(mistakes)):
             self._note_data(run, f"warning: {line}")

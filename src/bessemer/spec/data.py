@@ -121,7 +121,7 @@ Format = Literal[
 Domain = Literal["web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"]
 COLUMN_ROLES = (
     "text", "words", "label", "prompt", "completion", "chosen", "rejected", "instruction", "input", "output", "system",
-    "tools",
+    "tools", "margin",
 )  # fmt: skip
 OPTIONAL_ROLES = ("input", "system", "tools")  # a row may lack them
 ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -165,7 +165,8 @@ class SourceSpec(ShortSection, short="path"):
     columns: dict[str, str] | None = setting(
         None,
         "columns by what they are for: text (instead of text_field), words, label; prompt with completion, or with "
-        "chosen and rejected; instruction, input and output; system; tools (JSON schemas, for the chat template)",
+        "chosen and rejected, and their margin (objective: reward); instruction, input and output; system; tools (JSON "
+        "schemas, for the chat template)",
         {"text": "review", "label": "sentiment"},
     )
     chat_format: ChatFormat | None = setting(

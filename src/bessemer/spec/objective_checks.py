@@ -8,6 +8,7 @@ from bessemer.spec.distill import DistillSpec
 from bessemer.spec.document import KeyPath
 from bessemer.spec.model import BASE, ObjectiveSpec
 from bessemer.spec.preference import DpoSpec
+from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 
 Problem = tuple[KeyPath, str]
@@ -82,15 +83,32 @@ def check_dpo(spec: RunSpec) -> Iterator[Problem]:
         if spec.dpo != DpoSpec():
             yield ("dpo",), f"has no effect with objective: {spec.objective}: write objective: dpo, or remove it"
         return
-    for name, source in spec.data.sources.items():
-        if source.names_content and "chosen" not in (source.columns or {}):
-            fix = "columns: {prompt: question, chosen: good, rejected: bad}"
-            yield ("data", "sources", name), f"dpo compares two answers: name their columns, such as {fix}"
+    yield from _check_pairs(spec)
     reference = spec.models.get("reference")
     if reference and (reference.train or reference.head == "score"):
         yield ("models", "reference"), "the reference is a frozen language model: remove train and head"
+
+
+def check_reward(spec: RunSpec) -> Iterator[Problem]:
+    if spec.objective != "reward":
+        if spec.reward != RewardModelSpec():
+            yield ("reward",), f"has no effect with objective: {spec.objective}: write objective: reward, or remove it"
+        return
+    yield from _check_pairs(spec)
+    if spec.model.wrap:
+        yield ("model", "wrap"), "a wrapped model has no head of scores: remove wrap"
+    if spec.model.causal is False:
+        yield ("model",), "the score is that of the last token, which has read all others: it needs a causal decoder"
+
+
+def _check_pairs(spec: RunSpec) -> Iterator[Problem]:
+    """What all objectives of pairs need."""
+    for name, source in spec.data.sources.items():
+        if source.names_content and "chosen" not in (source.columns or {}):
+            fix = "columns: {prompt: question, chosen: good, rejected: bad}"
+            yield ("data", "sources", name), f"{spec.objective} compares two answers: name their columns, such as {fix}"
     if spec.parallel.cp > 1:
-        yield ("parallel", "cp"), "the answers of a pair are summed over complete rows: write cp: 1"
+        yield ("parallel", "cp"), "the answers of a pair are compared over complete rows: write cp: 1"
     if any(task != ObjectiveSpec() for task in spec.tasks):
         yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
 
@@ -135,6 +153,7 @@ def check_adapter(spec: RunSpec) -> Iterator[Problem]:
 OBJECTIVE_CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ...] = (
     (check_distill, ("objective", "distill", "models", "parallel", "tasks")),
     (check_dpo, ("objective", "dpo", "data", "models", "parallel", "tasks")),
+    (check_reward, ("objective", "reward", "data", "model", "parallel", "tasks")),
     (check_models, ("models", "objective", "parallel", "adapter")),
     (check_sft, ("objective", "sft", "model", "tasks", "parallel")),
     (check_adapter, ("adapter", "model", "start_from", "parallel", "precision")),

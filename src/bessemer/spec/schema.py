@@ -45,6 +45,7 @@ from bessemer.spec.quantity import (
     section,
     setting,
 )
+from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.text_steps import StepSpec
 
 
@@ -221,7 +222,8 @@ class SftSpec(SpecSection):
     )
 
 
-OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo")
+OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo", "reward")
+PAIR_OBJECTIVES = ("dpo", "reward")  # those that compare a chosen and a rejected answer
 
 
 class RunSpec(SpecSection):
@@ -232,8 +234,8 @@ class RunSpec(SpecSection):
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
         "pretrain",
-        "pretrain, sft, classify, distill, dpo, or your own class: path/to/file.py:Class or module:Class; {dpo: {loss: "
-        "ipo}} is short for the objective and its section",
+        "pretrain, sft, classify, distill, dpo, reward, or your own class: path/to/file.py:Class or module:Class; "
+        "{dpo: {loss: ipo}} is short for the objective and its section",
         "sft",
     )
     classify: ClassifySpec | None = setting(
@@ -242,6 +244,7 @@ class RunSpec(SpecSection):
     sft: SftSpec | None = setting(None, "with objective: sft: its settings", {"neftune": 5.0})
     distill: DistillSpec = section(DistillSpec, "with objective: distill: how the teacher is compared")
     dpo: DpoSpec = section(DpoSpec, "with objective: dpo: the loss of pairs")
+    reward: RewardModelSpec = section(RewardModelSpec, "with objective: reward: the reward model")
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}

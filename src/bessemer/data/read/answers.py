@@ -7,6 +7,7 @@ column. Steps of `clean` see the row as one conversation; before tokenization it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from bessemer.data.read.entry import Document
 
 ANSWERS = ("completion", "chosen", "rejected", "output")
 PAIRED = ("chosen", "rejected")
-CHOSEN = "chosen"
+CHOSEN, MARGIN = "chosen", "margin"
 _MARK = "answer"  # key of an answer's messages: the column it came from
 
 Message = dict[str, Any]
@@ -47,6 +48,12 @@ def answer_messages(record: Mapping[str, Any], columns: Mapping[str, str], read:
             raise UnusableAnswer(f"{columns[role]!r} holds no answer; write one, or delete the row")
     marked = [{**turn, _MARK: role} for role, turns in answers.items() for turn in turns]
     return [*prompt, *marked]
+
+
+def check_margin(value: Any, column: str) -> None:
+    """Refuses what is no number to subtract from the difference of two rewards."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UnusableAnswer(f"{column!r} holds {value!r} and not a finite number; correct it, or delete the row")
 
 
 def _prompt(record: Mapping[str, Any], columns: Mapping[str, str], read: ReadMessages) -> list[Message]:
@@ -102,4 +109,7 @@ def _fields(document: Document, name: str) -> dict[str, Any]:
     if name not in PAIRED:
         return {}
     group = xxhash.xxh3_64_intdigest(document.place.encode()) >> 1
-    return {"group": np.array([group], np.int64), CHOSEN: np.array([name == CHOSEN], np.int32)}
+    fields = {"group": np.array([group], np.int64), CHOSEN: np.array([name == CHOSEN], np.int32)}
+    if MARGIN in document.fields:
+        fields[MARGIN] = np.array([document.fields[MARGIN]], np.float32)
+    return fields

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from bessemer.data.read.answers import UnusableAnswer, answer_messages
+from bessemer.data.read.answers import MARGIN, UnusableAnswer, answer_messages, check_margin
 from bessemer.data.read.chat_turns import join_parts, normalise_turns, with_tools
 from bessemer.data.read.compression import open_bytes, open_decompressed
 from bessemer.data.read.entry import BadRow, Document, FilePiece
@@ -71,6 +71,8 @@ class PieceReader:
         document = self.text(row, text, document_id, url, messages)
         if document is not None and self._columns and not self.source.has_answers:
             document.fields = {role: record[name] for role, name in self._columns.items() if role not in OPTIONAL_ROLES}
+        elif document is not None and MARGIN in self._columns:
+            document.fields = {MARGIN: record[self._columns[MARGIN]]}
         return document
 
     def _content(self, record: Mapping[str, Any], row: int) -> tuple[str, list[dict[str, Any]] | None]:
@@ -83,6 +85,8 @@ class PieceReader:
             raise _Unusable(f"no field {missing[0]!r}; it has {list_names(record)}: correct columns of the source")
         if answers:
             messages = answer_messages(record, self._columns, _messages)
+            if MARGIN in self._columns:
+                check_margin(record[self._columns[MARGIN]], self._columns[MARGIN])
         elif self.source.messages_field:
             turns = record[self._content_field]
             messages = _messages(join_parts(turns) if self.source.chat_format else turns, self.source.messages_field)
