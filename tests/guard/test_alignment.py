@@ -40,7 +40,9 @@ def test_kl_that_buys_nothing_is_a_runaway():
     outcome = train(Bandit(0, Answers.noise, lr=0.15, texts=False), 120, spec)
     alarm = next(alarm for alarm in outcome.alarms if alarm.kind == "kl_runaway")
     assert alarm.severity == "warning" and "the reward has not risen" in alarm.finding.symptom
-    assert "kl_runaway" not in kinds(train(Bandit(0, Answers.honest, texts=False), 80, spec)), "the reward rises with it"
+    assert "kl_runaway" not in kinds(train(Bandit(0, Answers.honest, texts=False), 80, spec)), (
+        "the reward rises with it"
+    )
 
 
 def test_entropy_that_collapses_before_the_task_is_solved():
