@@ -99,13 +99,8 @@ def test_the_best_is_by_score_then_by_loss_then_the_earliest():
     def entry(step, loss, score=None):
         return CheckpointEntry(str(step), step, 1, 0.0, 1, loss, validation_score=score)
 
-    accurate = [
-        entry(1, 0.5, -0.8),
-        entry(2, 0.6, -0.9),
-        entry(3, 0.4, -0.9),
-        entry(4, 0.4, -0.9),
-        entry(5, 0.1, math.nan),
-    ]
+    scores = [(1, 0.5, -0.8), (2, 0.6, -0.9), (3, 0.4, -0.9), (4, 0.4, -0.9), (5, 0.1, math.nan)]
+    accurate = [entry(*score) for score in scores]
     assert best_checkpoint(accurate).step == 3
     assert best_checkpoint([entry(1, 0.5), entry(2, 0.3), entry(3, 0.3)]).step == 2
     assert best_checkpoint([entry(1, None), entry(2, math.nan)]) is None

@@ -69,7 +69,8 @@ Reward = Callable[[Answers], np.ndarray]
 
 class Bandit:
     """`easy` is added to the quality of every answer; `fillers` is the entropy of the tokens that do not matter; `push`
-    moves the policy towards longer answers in every step, as a loss does that averages over the tokens of each answer."""
+    moves the policy towards longer answers in every step, as a loss does that averages over the tokens of each
+    answer."""
 
     def __init__(
         self, seed: int, reward: Reward, lr: float = 0.04, easy: float = 0.0, fillers: float = 0.2, push: float = 0.0,
