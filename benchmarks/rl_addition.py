@@ -75,7 +75,9 @@ def one_seed(folder: Path, objective: str, seed: int, steps: int, sft_steps: int
     run = Run.existing(run_folder(rl))
     curve = {record["step"]: record["accuracy"] for record in run.validations()}
     last = list(run.metrics())[-1]
-    split = {key: sum(r.get(key, 0.0) for r in run.metrics()) for key in ("generate_s", "reward_s", "score_s", "step_s")}
+    split = {
+        key: sum(r.get(key, 0.0) for r in run.metrics()) for key in ("generate_s", "reward_s", "score_s", "step_s")
+    }
     return {"seed": seed, "accuracy": curve, "seconds": round(seconds, 1), "split": split, "last": last}
 
 

@@ -80,6 +80,13 @@ def preference(draw: random.Random, words: list[str]) -> Row:
     }
 
 
+def asked(draw: random.Random, words: list[str]) -> Row:
+    """A question whose answer can be checked: what reinforcement learning reads."""
+    task = draw.choice(TASKS[1:])
+    request = {"last": "say the last", "number": "give their number"}[task]
+    return {"prompt": f"Take the words {' '.join(words)} and {request}.", "answer": solve(task, words)}
+
+
 def conversation(*messages: Row) -> Row:
     return {"messages": list(messages)}
 
@@ -119,6 +126,7 @@ def make(folder: Path, exercises: int = 20_000) -> None:
     write(folder / "tools.jsonl", (tool_call(draw, words) for words in lists(400)))
     write(folder / "reviews.jsonl", (review(draw) for _ in range(600)))
     write(folder / "preferences.jsonl", (preference(draw, words) for words in lists(600)))
+    write(folder / "asked.jsonl", (asked(draw, words) for words in lists(1000)))
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ from bessemer.train.loss import token_losses
 from bessemer.train.objective import ElementLosses, Metric, ModelInputs, Objective, loss_options
 from bessemer.train.objectives import ObjectiveBatch
 
-# The number that is judged is the mean of -log p of the sampled tokens: the loss is near zero and of either sign. A rise
-# of 2 nats is what sampling from a broken model gives; gradient norms below ten times the clipping limit are alike, since
-# they depend on how many groups have unequal rewards.
+# The number that is judged is the mean of -log p of the sampled tokens: the loss is near zero and of either sign. A
+# rise of 2 nats is what a broken model gives; gradient norms below ten times the clipping limit are alike, since they
+# depend on how many groups have unequal rewards.
 BROKEN_NATS, LEAST_NORM = 2.0, 10.0
 
 
@@ -86,7 +86,9 @@ class PolicyGradient(Objective):
         options, heat = loss_options(model.shape, LossSpec()), self.rl.temperature
         if heat != 1.0:
             if options.logit_cap is not None or bias_V is not None:
-                raise UserError("rl.temperature: a model with capped logits or a bias of its head is trained at 1: write 1")
+                raise UserError(
+                    "rl.temperature: a model with capped logits or a bias of its head is trained at 1: write 1"
+                )
             options = replace(options, logit_scale=options.logit_scale / heat)
         losses_R = token_losses(hidden_BTW.flatten(0, 1), head_VW, targets_BT.flatten(), options, bias_V, words)
         return -losses_R.view_as(targets_BT)
@@ -157,4 +159,3 @@ class PolicyGradient(Objective):
         if tokens.ref_logps is not None and self.rl.kl.needs_reference:
             numbers["kl"] = k3(tokens.logps, tokens.ref_logps)
         return {name: value_BT.where(tokens.mask > 0, 0.0) for name, value_BT in numbers.items()}
-

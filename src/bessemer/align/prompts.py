@@ -110,7 +110,7 @@ def prompts_of_dataset(name: str, dataset: Sequence[Any], column: str) -> Iterat
     for number in range(len(dataset)):
         item = dataset[number]
         if not isinstance(item, Mapping) or not isinstance(item.get(column), (str, list)) or not item[column]:
-            raise UserError(f'dataset {name}[{number}]: return a mapping with {column!r}: a text or a list of messages')
+            raise UserError(f"dataset {name}[{number}]: return a mapping with {column!r}: a text or a list of messages")
         yield Prompt(item[column], dict(item), f"dataset {name}", number + 1)
 
 
@@ -201,7 +201,8 @@ def encode_prompt(reader: TextReader, prompt: Prompt) -> Ints:
     if isinstance(content, str) and reader.template is None:
         return np.array(reader.prompt(content), np.int64)
     try:
-        return np.array(reader.chat_prompt([{"role": "user", "content": content}] if isinstance(content, str) else content))
+        return np.array(
+            reader.chat_prompt([{"role": "user", "content": content}] if isinstance(content, str) else content)
+        )
     except UserError as error:
         raise UserError(f"{prompt.place}: {error}") from None
-

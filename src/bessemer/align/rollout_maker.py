@@ -30,7 +30,7 @@ from bessemer.align.policy_losses import KL_ESTIMATORS, KlController
 from bessemer.align.prompts import PromptRows
 from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
 from bessemer.align.rollouts import Floats, Round, Sample, positions_key, sample_numbers
-from bessemer.align.sampler import Answers, Question, Sampler
+from bessemer.align.sampler import Answers, Sampler
 from bessemer.errors import UserError
 from bessemer.guard.answers import ScoredAnswer
 from bessemer.parallel.shard import free_gathered_weights
@@ -105,13 +105,17 @@ class RolloutMaker:
         samples = answers.samples
         if all(np.isnan(sample.reward) for sample in samples):
             names = ", ".join(samples[0].rewards)
-            raise UserError(f"rl.rewards: no reward ({names}) applied to any of the {len(samples)} answers: each gave None")
+            raise UserError(
+                f"rl.rewards: no reward ({names}) applied to any of the {len(samples)} answers: each gave None"
+            )
         if rl.overlong.buffer is not None:
             lengths = torch.tensor([sample.tokens.size for sample in samples])
             penalties = rl.overlong.penalty * overlong_penalty(lengths, rl.max_tokens, rl.overlong.buffer)
             for sample, penalty in zip(samples, penalties.tolist(), strict=True):
                 sample.reward += penalty
-        used = np.array([sample.tokens.size > 0 and not (rl.mask_truncated and not sample.finished) for sample in samples])
+        used = np.array(
+            [sample.tokens.size > 0 and not (rl.mask_truncated and not sample.finished) for sample in samples]
+        )
         made = Round(first, samples, rl.samples, used, drawn=drawn)
         made.arrays[GENERATOR] = np.concatenate([sample.logps for sample in samples])
         scored_s = time.perf_counter()
@@ -170,8 +174,8 @@ class RolloutMaker:
             engine.model.train()
 
     def _score(self, job: Job, stream: RolloutStream, made: Round) -> dict[str, Floats]:
-        """Log-probabilities of the run's model and of the reference, and the critic's values, for every answer token, as
-        far as the round needs them. Each rank computes its share of the rows."""
+        """Log-probabilities of the run's model and of the reference, and the critic's values, for every answer token,
+        as far as the round needs them. Each rank computes its share of the rows."""
         engine, world = job.engine, job.world
         objective = engine.objective
         assert isinstance(objective, PolicyGradient)
@@ -224,7 +228,8 @@ class RolloutMaker:
     def _group(self, made: Round, name: str, rewards_PG: Tensor) -> Tensor:
         """Advantages of answers, (P, G). For RAFT 1; which answers are imitated is in `made.used`."""
         if self.objective == "raft":
-            best_PG = torch.nan_to_num(rewards_PG, nan=-torch.inf).argsort(1, descending=True, stable=True)
+            known_PG = torch.nan_to_num(rewards_PG, nan=-torch.inf)
+            best_PG = torch.argsort(known_PG, dim=1, descending=True, stable=True)
             chosen_PG = torch.zeros_like(rewards_PG, dtype=torch.bool)
             chosen_PG.scatter_(1, best_PG[:, : self.rl.raft.top], True)
             chosen_PG &= torch.isfinite(rewards_PG)
@@ -281,10 +286,14 @@ class RolloutMaker:
 
     def _rows(self, stream: RolloutStream, made: Round) -> list[dict[str, Any]]:
         """The samples for people who read the file."""
-        return [sample_row(stream.names, self.sources, sample, bool(made.used[n])) for n, sample in enumerate(made.samples)]
+        return [
+            sample_row(stream.names, self.sources, sample, bool(made.used[n])) for n, sample in enumerate(made.samples)
+        ]
 
 
-def sample_row(names: Sequence[str], sources: dict[str, PromptRows], sample: Sample, used: bool = True) -> dict[str, Any]:
+def sample_row(
+    names: Sequence[str], sources: dict[str, PromptRows], sample: Sample, used: bool = True
+) -> dict[str, Any]:
     """One answer as a line of a .jsonl file."""
     prompt = sources[names[sample.source]].prompts[sample.sequence]
     return {

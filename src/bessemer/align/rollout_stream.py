@@ -1,8 +1,8 @@
 """The batches of a run that trains on its own rollouts: the interface of `BatchStream`, read from stored rounds.
 
-A position of the stream is a prompt. The answers of a step are dealt out to the data-parallel ranks by length, and each
-rank packs its own into rows of at most the context; attention stays inside an answer and its prompt. Losses are weighted
-by token, so they do not depend on this. Legend: R rows, T columns, D answers in a row.
+A position of the stream is a prompt. The answers of a step are dealt out to the data-parallel ranks by length, and
+each rank packs its own into rows of at most the context; attention stays inside an answer and its prompt. Losses are
+weighted by token, so they do not depend on this. Legend: R rows, T columns, D answers in a row.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from bessemer.align.prompts import PromptRows
 from bessemer.align.rollouts import Floats, Round, RoundStore, positions_key
-from bessemer.data.stream.batches import Batch, Bans, DocumentShare, rank_positions
+from bessemer.data.store.shard import Origin
+from bessemer.data.stream.batches import Bans, Batch, DocumentShare, rank_positions
 from bessemer.data.stream.order import StepPositions, StreamOrder
 from bessemer.data.stream.rows import EMPTY_FIELD, Ints
-from bessemer.data.store.shard import Origin
 from bessemer.errors import UserError
 from bessemer.spec.rl import RlSpec
 
@@ -239,7 +239,7 @@ class RolloutStream:
                 batch.tokens[r, column:end], batch.targets[r, column:end] = ids[:-1], ids[1:]
                 batch.weights[r, answer:end] = 1.0
                 batch.documents[r, column:] = number  # padding shares the last one's number
-                for name in self.arrays:
+                for name in made.arrays.keys() & set(self.arrays):  # the rest is not computed yet
                     batch.fields[name][r, answer:end] = made.tokens_of(sample_number, name)
                 batch.fields[LENGTHS][r, answer:end] = end - answer
                 batch.fields[SAMPLES][r, column:] = number

@@ -1,9 +1,9 @@
-"""Rounds of rollouts: the answers that a policy gave to some prompts, with everything that its steps train on, on disk.
+"""Rounds of rollouts: the answers of a policy to some prompts, with everything that its steps train on, on disk.
 
-A round is one file of arrays (`rollouts/round-00000012.safetensors`) and one to read (`.jsonl`: prompt, answer, rewards,
-origin). Rank 0 alone writes and reads them, each as one atomic file, so that a slow or failing file system delays a run
-but never leaves half a round. A token takes 8 bytes for its id, and 4 for each of its numbers (the generator's and the
-trainer's log-probability, the reference's, the critic's value): 512 answers of 500 tokens take about 4 MB with GRPO.
+A round is one file of arrays (`rollouts/round-00000012.safetensors`) and one to read (`.jsonl`: prompt, answer,
+rewards, origin). Rank 0 alone writes and reads them, each as one atomic file, so that a slow or failing file system
+delays a run but never leaves half a round. A token takes 8 bytes for its id, and 4 for each of its numbers (log-
+probabilities of generator, trainer and reference, the critic's value): 512 answers of 500 tokens take 4 MB with GRPO.
 
 Legend: P prompts, S samples of each, N = P x S answers, A answer tokens of all.
 """
@@ -60,8 +60,8 @@ class Sample:
 class Round:
     """The samples of a round, the answers to one prompt one after another, and what was computed from them.
 
-    Token arrays are flat, in the order of the samples. Groups that dynamic sampling drew have positions far behind those
-    of the stream."""
+    Token arrays are flat, in the order of the samples. Groups that dynamic sampling drew have positions far behind
+    those of the stream."""
 
     first: int
     samples: list[Sample]
@@ -132,9 +132,12 @@ class RoundStore:
             return None
         try:
             with safe_open(path, "np") as file:
-                metadata, arrays = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+                metadata, names = file.metadata() or {}, list(file.keys())
+                arrays = {name: file.get_tensor(name) for name in names}
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: cannot be read ({error}): restore it, or delete it and replay other steps") from None
+            raise UserError(
+                f"{path}: cannot be read ({error}): restore it, or delete it and replay other steps"
+            ) from None
         about = json.loads(metadata["round"])
         if key is not None and about["key"] != key:
             return None
@@ -152,17 +155,13 @@ def _unpack(about: dict[str, Any], samples: list[dict[str, Any]], numbers: dict[
     cuts = np.cumsum(arrays["lengths"])[:-1]
     tokens, logps = np.split(arrays["tokens"], cuts), np.split(arrays["token.generator_logps"], cuts)
     parts = {name.removeprefix("reward."): array for name, array in arrays.items() if name.startswith("reward.")}
-    made = [
-        Sample(
-            **values, prompt=prompts[number], tokens=tokens[number], logps=logps[number],
-            rewards={name: float(array[number]) for name, array in parts.items()},
-        )  # fmt: skip
-        for number, values in enumerate(samples)
-    ]
+    made = []
+    for number, values in enumerate(samples):
+        rewards = {name: float(array[number]) for name, array in parts.items()}
+        sample = Sample(**values, prompt=prompts[number], tokens=tokens[number], logps=logps[number], rewards=rewards)
+        made.append(sample)
     by_token = {name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")}
-    return Round(
-        about["first"], made, about["group"], arrays["used"], by_token, numbers, about["drawn"]
-    )
+    return Round(about["first"], made, about["group"], arrays["used"], by_token, numbers, about["drawn"])
 
 
 def repeated_ngrams(tokens: Ints, size: int = 4) -> float:

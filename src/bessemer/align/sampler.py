@@ -1,9 +1,9 @@
 """Samples answers with the weights of a run, on all its ranks, and adds their rewards.
 
-Each data-parallel rank answers its share of the prompts with the embedded generator; then all ranks hold all answers, in
-the order of the prompts. A draw depends on the seed of its prompt and on nothing else in the batch, so the answers are the
-same on any number of ranks, as far as rounding is. The exchange sends every answer to every rank: about 12 bytes a token,
-200 MB for 16,384 answers of 1,000 tokens.
+Each data-parallel rank answers its share of the prompts with the embedded generator; then all ranks hold all answers,
+in the order of the prompts. A draw depends on the seed of its prompt and on nothing else in the batch, so the answers
+are the same on any number of ranks, as far as rounding is. The exchange sends every answer to every rank: about 12
+bytes a token, 200 MB for 16,384 answers of 1,000 tokens.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class Sampler:
         self, names: Sequence[str], rows: Mapping[str, PromptRows], positions: Any, sources: Any, sequences: Any
     ) -> list[Question]:
         found = zip(positions.tolist(), sources.tolist(), sequences.tolist(), strict=True)
-        return [
-            Question(p, s, q, rows[names[s]].prompts[q], rows[names[s]].ids[q]) for p, s, q in found
-        ]
+        return [Question(p, s, q, rows[names[s]].prompts[q], rows[names[s]].ids[q]) for p, s, q in found]
 
     def answer(
         self, model: Decoder, world: World, precision: str, questions: Sequence[Question], samples: int,
@@ -105,11 +103,8 @@ class Sampler:
         for question in questions:
             seed = xxhash.xxh3_64_intdigest(f"{salt} {question.position}".encode(), seed=self.seed) >> 2
             sampling = Sampling(temperature, rl.top_k, rl.top_p, seed) if temperature else Sampling(0.0, seed=seed)
-            requests.append(
-                Request(
-                    question.ids.tolist(), rl.max_tokens, sampling, self.reader.stop_ids, (), samples, 0, True
-                )  # fmt: skip
-            )
+            ids, stops = question.ids.tolist(), self.reader.stop_ids
+            requests.append(Request(ids, rl.max_tokens, sampling, stops, (), samples, 0, True))
         with plain_model(model, world, precision) as local:
             slots = max(1, min(rl.slots, len(requests) * samples))
             generator = Generator(local, slots, self.context)
@@ -127,12 +122,10 @@ class Sampler:
                 tokens.append(completion.stop)
                 logps.append(completion.stop_logprob)
             seed = requests[number // samples].sampling.seed + completion.sample * _SAMPLE_SEED
-            made.append(
-                Sample(
-                    question.position, question.source, question.sequence, question.ids, np.array(tokens, np.int64),
-                    np.array(logps, np.float32), finished, seed, self.reader.decode(completion.tokens),
-                )  # fmt: skip
-            )
+            arrays = np.array(tokens, np.int64), np.array(logps, np.float32)
+            text = self.reader.decode(completion.tokens)
+            place = question.position, question.source, question.sequence, question.ids
+            made.append(Sample(*place, *arrays, finished, seed, text))
         return made
 
     def _reward(
@@ -142,9 +135,8 @@ class Sampler:
         asked = []
         for number, sample in enumerate(made):
             prompt, ids = questions[number // samples].prompt, sample.tokens.tolist()
-            asked.append(
-                RewardSample(prompt.content, sample.text, ids, prompt.columns, sample.finished, prompt.place)
-            )  # fmt: skip
+            place = prompt.columns, sample.finished, prompt.place
+            asked.append(RewardSample(prompt.content, sample.text, ids, *place))
         scores = score_samples(self.rewards, asked, step)
         for number, sample in enumerate(made):
             sample.reward = scores.totals[number]

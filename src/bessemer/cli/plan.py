@@ -291,11 +291,12 @@ def _request(spec: Path | None, model: str | None, tokens: str | None, settings:
             raise _error("write --model, such as --model 7b, or name a spec")
         return request_from_options(model, count, settings)
     from bessemer.spec.load import load_document
+    from bessemer.spec.rl_checks import with_companions
 
     overrides = [f"model={model.upper()}"] if model else []
     overrides += [f"budget.tokens={count}"] if count else []
     loaded = load_document(spec, [*settings, *overrides])
-    run = loaded.spec
+    run = with_companions(loaded.spec)
     if "name" not in loaded.document.data:  # a spec that is written from this one gets the name of its own file
         run = run.model_copy(update={"name": "auto"})
     sources, vocab = {}, None

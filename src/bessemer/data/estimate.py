@@ -17,6 +17,7 @@ from bessemer.plan.decide import decide_vocab
 from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import SourceSize
 from bessemer.spec.data import SourceSpec
+from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 
 SAMPLE_BYTES = 1 << 18  # of the first file of each source
@@ -30,9 +31,12 @@ def estimate_sizes(spec: RunSpec) -> dict[str, SourceSize]:
     if spec.data.store is not None:
         return {}
     sizes = {name: estimate_size(source) for name, source in spec.data.sources.items() if source.path != ["python"]}
-    if spec.objective == "dpo" and isinstance(spec.data.context, int):  # a padded row for each pair
+    answers = spec.rl.samples * spec.rl.epochs if spec.objective in RL_OBJECTIVES else 1
+    if spec.objective in ("dpo", *RL_OBJECTIVES) and isinstance(
+        spec.data.context, int
+    ):  # a row for each pair or answer
         sizes = {
-            name: replace(size, tokens=size.documents * spec.data.context, sequences=size.documents)
+            name: replace(size, tokens=size.documents * spec.data.context * answers, sequences=size.documents)
             for name, size in sizes.items()
         }
     return sizes if len(sizes) == len(spec.data.sources) else {}

@@ -157,7 +157,9 @@ def fixed_degrees(spec: RunSpec) -> FixedDegrees:
 def depends_on_data(spec: RunSpec) -> bool:
     """Whether the length of the run follows from the size of its data."""
     by_rows = (
-        spec.objective in ("sft", "classify", "dpo", *RL_OBJECTIVES) and spec.budget.steps is None and spec.budget.tokens == "auto"
+        spec.objective in ("sft", "classify", "dpo", *RL_OBJECTIVES)
+        and spec.budget.steps is None
+        and spec.budget.tokens == "auto"
     )
     return by_rows or spec.budget.epochs is not None
 

@@ -17,10 +17,17 @@ def log_rl(spec: RunSpec, shape: ModelShape, context: int, plan: Plan) -> None:
     rl = spec.rl
     loss, advantage, aggregate = rl.resolved(spec.objective)
     if spec.objective != "raft":
-        plan.add("rl.advantage", advantage, f"usual for {spec.objective}", "asked" if rl.advantage != "auto" else "rule")
+        plan.add(
+            "rl.advantage", advantage, f"usual for {spec.objective}", "asked" if rl.advantage != "auto" else "rule"
+        )
     plan.add("rl.loss", loss, f"aggregated over {aggregate}", "asked" if rl.loss != "auto" else "rule")
     answers = rl.prompts * rl.samples
-    plan.add("rl.round", f"{answers:,} answers", f"{rl.prompts} prompts x {rl.samples}, for {rl.round_steps} steps", "counted")
+    plan.add(
+        "rl.round",
+        f"{answers:,} answers",
+        f"{rl.prompts} prompts x {rl.samples}, for {rl.round_steps} steps",
+        "counted",
+    )
     numbers = 8 + 4 * len(rl.arrays(spec.objective))
     size = answers * rl.max_tokens * numbers
     plan.add("rl.stored", human_bytes(size), f"at most, for a round: {numbers} bytes for each answer token", "counted")
@@ -31,5 +38,7 @@ def log_rl(spec: RunSpec, shape: ModelShape, context: int, plan: Plan) -> None:
     plan.add("memory.generation", human_bytes(cache), reason, "counted")
     for name in (REFERENCE, CRITIC):
         if other := spec.models.get(name):
-            reason = "the run's model with its adapter off" if other.path == BASE else "trained" if other.train else "frozen"
+            reason = (
+                "the run's model with its adapter off" if other.path == BASE else "trained" if other.train else "frozen"
+            )
             plan.add(f"models.{name}", other.path, reason, "rule", "established")

@@ -327,9 +327,7 @@ def log_packing(spec: RunSpec, rows: dict[str, Rows], training: TrainPlan, plan:
         plan.add("data.curriculum", by, note or f"{curriculum.groups} groups of rising {by}", "asked")
 
 
-def build_stream(
-    spec: RunSpec, data: Data, rows: dict[str, Rows], plan: TrainPlan, segments: list[Segment]
-) -> Stream:
+def build_stream(spec: RunSpec, data: Data, rows: dict[str, Rows], plan: TrainPlan, segments: list[Segment]) -> Stream:
     """The run's batches."""
     if isinstance(data, PromptData):
         folder = Path(spec.runs) / spec.name

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bessemer.align.rollout_stream import RolloutStream
+from bessemer.align.rollouts import FOLDER as ROLLOUTS
 from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.prepare import chat_template, open_prepared
 from bessemer.data.read import BadRow, SourcePart, divide_source, list_files, read_part
 from bessemer.data.read.entry import Document
 from bessemer.data.store.token_store import Origin
-from bessemer.align.rollout_stream import RolloutStream
-from bessemer.align.rollouts import FOLDER as ROLLOUTS
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import Segment, StepPositions
 from bessemer.data.stream.rows import PADDING
@@ -41,8 +41,8 @@ from bessemer.session.build import JobParts, choose_attention, make_job
 from bessemer.session.data import PYTHON_SOURCE, Data, build_stream, held_out_rows, make_rows
 from bessemer.session.models import open_models
 from bessemer.session.objectives import make_objective
-from bessemer.session.rl import open_prompts
 from bessemer.session.restore import banned_documents_of, bitwise_since, normal_range, rounding_changes
+from bessemer.session.rl import open_prompts
 from bessemer.session.session import existing_run
 from bessemer.spec.data import SourceSpec
 from bessemer.spec.rl import RL_OBJECTIVES

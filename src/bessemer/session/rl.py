@@ -1,5 +1,5 @@
-"""What `objective: grpo, rloo, reinforce, ppo, raft` adds to a start: prompts, further models, rewards, rollouts and the
-evaluation on held-out prompts."""
+"""What `objective: grpo, rloo, reinforce, ppo, raft` adds to a start: prompts, further models, rewards, rollouts and
+the evaluation on held-out prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from bessemer.align.held_out import HeldOutRollouts
-from bessemer.align.prompts import Prompt, PromptData, PromptRows, hold_out, prompt_column, prompts_of_dataset, read_prompts
+from bessemer.align.prompts import (
+    Prompt,
+    PromptData,
+    PromptRows,
+    hold_out,
+    prompt_column,
+    prompts_of_dataset,
+    read_prompts,
+)
 from bessemer.align.rewards.reward import make_rewards
 from bessemer.align.rollout_maker import RolloutMaker
 from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
@@ -27,8 +35,8 @@ from bessemer.parallel.world import World
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.mixtures import sources_used
 from bessemer.spec.load import load_spec
-from bessemer.spec.model import BASE, OtherModelSpec
-from bessemer.spec.rl import CRITIC, REFERENCE, RL_OBJECTIVES
+from bessemer.spec.rl import RL_OBJECTIVES
+from bessemer.spec.rl_checks import with_companions
 from bessemer.spec.schema import RunSpec
 from bessemer.train.evaluate import HeldOutSet
 from bessemer.train.trained import TextReader, folder_template_file
@@ -49,16 +57,7 @@ def with_rl_defaults(spec: RunSpec) -> RunSpec:
         tokenizer["path"] = str(folder / "tokenizer.json")
     if "chat" not in spec.tokenizer.model_fields_set:
         tokenizer["chat"] = _template(spec, folder)
-    models, path = dict(spec.models), spec.model.hf or spec.start_from
-    if spec.rl.kl.needs_reference and REFERENCE not in models:
-        if path is None:
-            raise UserError("rl.kl: a penalty needs the model that training starts from: write model: {hf: FOLDER} or start_from")
-        models[REFERENCE] = OtherModelSpec(path=BASE if spec.adapter else path)
-    if spec.objective == "ppo" and CRITIC not in models:
-        if path is None:
-            raise UserError("objective: ppo: the critic starts from the run's model: write model: {hf: FOLDER}, or start_from")
-        models[CRITIC] = OtherModelSpec(path=path, train=True, head="score")
-    return spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update=tokenizer), "models": models})
+    return with_companions(spec.model_copy(update={"tokenizer": spec.tokenizer.model_copy(update=tokenizer)}))
 
 
 def _started_from(spec: RunSpec) -> Path | None:
@@ -83,15 +82,24 @@ def open_prompts(spec: RunSpec, folder: Path, datasets: Mapping[str, Any]) -> Pr
     """The prompts of the spec's sources, or of the caller's datasets, divided into training and held-out ones."""
     tokenizer = load_tokenizer(spec.data, spec.tokenizer)
     if tokenizer is None:
-        raise UserError("tokenizer.path: RL needs the tokenizer of its model: write model: {hf: FOLDER}, start_from or path")
-    form = hf_prompt_format(HfFolder(spec.model.hf).path, tokenizer, True) if spec.model.hf else native_prompt_format(tokenizer)
+        raise UserError(
+            "tokenizer.path: RL needs the tokenizer of its model: write model: {hf: FOLDER}, start_from or path"
+        )
+    form = (
+        hf_prompt_format(HfFolder(spec.model.hf).path, tokenizer, True)
+        if spec.model.hf
+        else native_prompt_format(tokenizer)
+    )
     template = None if spec.tokenizer.chat == NO_TEMPLATE else chat_template(spec.tokenizer)
     train: dict[str, list[Prompt]] = {}
     validation: dict[str, list[Prompt]] = {}
     for name, source in spec.data.sources.items():
         if source.path == [PYTHON_SOURCE]:
             if name not in datasets:
-                raise UserError(f"data.sources.{name}: its path is python: call bessemer.train_run(spec, datasets={{{name!r}: ...}})")
+                raise UserError(
+                    f"data.sources.{name}: its path is python: call bessemer.train_run(spec, "
+                    f"datasets={{{name!r}: ...}})"
+                )
             prompts = list(prompts_of_dataset(name, datasets[name], prompt_column(source)))
         else:
             prompts = list(read_prompts(name, source, spec.data.bad_rows))
@@ -143,7 +151,7 @@ def attach_rollouts(
     prompts = {name: held.rows for name, held in held_out.items() if isinstance(held.rows, PromptRows)}
     verified = tuple(name for name, reward in spec.rl.rewards.items() if reward.verifier is not None)
     evaluator = HeldOutRollouts(
-        prompts, plan.evaluate_tokens // plan.context, sampler, stream, verified, plan.micro_rows, plan.precision, device,
-        world, folder,
+        prompts, plan.evaluate_tokens // plan.context, sampler, stream, verified, plan.micro_rows, plan.precision,
+        device, world, folder,
     )  # fmt: skip
     return maker, evaluator

@@ -155,7 +155,9 @@ class RlSpec(SpecSection):
         """Loss, advantage and aggregation, with the objective's defaults."""
         given = (self.loss, self.advantage, self.aggregate)
         usual = DEFAULTS[objective]
-        loss, advantage, aggregate = (own if value == "auto" else value for value, own in zip(given, usual, strict=True))
+        loss, advantage, aggregate = (
+            own if value == "auto" else value for value, own in zip(given, usual, strict=True)
+        )
         return loss, advantage, aggregate
 
     def scored_arrays(self, objective: str) -> tuple[str, ...]:

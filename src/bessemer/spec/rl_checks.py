@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bessemer.errors import UserError
 from bessemer.spec.data import CurriculumSpec, NoiseSpec
 from bessemer.spec.document import KeyPath
-from bessemer.spec.model import ObjectiveSpec
-from bessemer.spec.rl import RL_OBJECTIVES, RlSpec
+from bessemer.spec.model import BASE, ObjectiveSpec, OtherModelSpec
+from bessemer.spec.rl import CRITIC, REFERENCE, RL_OBJECTIVES, RlSpec
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 
 Problem = tuple[KeyPath, str]
-COMPANIONS = ("reference", "critic")
 
 
 def check_prompt_columns(spec: RunSpec) -> Iterator[Problem]:
@@ -25,6 +25,23 @@ def check_prompt_columns(spec: RunSpec) -> Iterator[Problem]:
             yield ("data", "sources", name, "columns"), f"{problem}; name only the prompt's"
 
 
+def with_companions(spec: RunSpec) -> RunSpec:
+    """The spec with the reference and the critic that its objective needs: both start from the run's model."""
+    if spec.objective not in RL_OBJECTIVES:
+        return spec
+    models, path = dict(spec.models), spec.model.hf or spec.start_from
+    fix = "write model: {hf: FOLDER} or start_from"
+    if spec.rl.kl.needs_reference and REFERENCE not in models:
+        if path is None:
+            raise UserError(f"rl.kl: a penalty compares with the model that training starts from: {fix}")
+        models[REFERENCE] = OtherModelSpec(path=BASE if spec.adapter else path)
+    if spec.objective == "ppo" and CRITIC not in models:
+        if path is None:
+            raise UserError(f"objective: ppo: the critic starts from the model that training starts from: {fix}")
+        models[CRITIC] = OtherModelSpec(path=path, train=True, head="score")
+    return spec.model_copy(update={"models": models})
+
+
 def check_rl(spec: RunSpec) -> Iterator[Problem]:
     rl = spec.rl
     if spec.objective not in RL_OBJECTIVES:
@@ -32,7 +49,10 @@ def check_rl(spec: RunSpec) -> Iterator[Problem]:
             yield ("rl",), f"has no effect with objective: {spec.objective}: write objective: grpo, or remove it"
         return
     if not rl.rewards:
-        yield ("rl", "rewards"), "no reward: write for example rewards: {right: {verifier: exact}}, or {own: rewards.py:f}"
+        yield (
+            ("rl", "rewards"),
+            "no reward: write for example rewards: {right: {verifier: exact}}, or {own: rewards.py:f}",
+        )
     if rl.prompts % rl.round_steps:
         divide = f"minibatches x epochs = {rl.round_steps}"
         yield ("rl", "prompts"), f"{rl.prompts} prompts are not a multiple of {divide}: change one of them"
@@ -86,7 +106,7 @@ def _check_rest(spec: RunSpec) -> Iterator[Problem]:
     if spec.model.causal is False:
         yield ("model",), "answers need a model that predicts the next token: a causal decoder"
     for name, other in spec.models.items():
-        if name not in COMPANIONS or (name == "critic" and spec.objective != "ppo"):
+        if name not in (REFERENCE, CRITIC) or (name == "critic" and spec.objective != "ppo"):
             yield ("models", name), f"objective: {spec.objective} uses no model of this name: remove it"
         elif name == "reference" and (other.train or other.head == "score"):
             yield ("models", name), "the reference is a frozen language model: remove train and head"

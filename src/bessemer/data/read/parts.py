@@ -181,8 +181,8 @@ def read_part(
 ) -> Iterator[Document | BadRow]:  # fmt: skip
     """The documents of a part in order, and a BadRow for each unusable row. Rows without text yield nothing but count
     as rows and in `tally["empty"]`; records of web archives without text count in `tally["not text"]`. Memory is
-    bounded by the largest document. `cache` is a folder for fetched remote data; `reader` turns rows into documents. A file that cannot be read to its end
-    raises UserError: discard the documents read from the part before."""
+    bounded by the largest document. `cache` is a folder for fetched remote data; `reader` turns rows into documents. A
+    file that cannot be read to its end raises UserError: discard the documents read from the part before."""
     counts: Counter[str] = tally if tally is not None else Counter()
     for piece in part.pieces:
         try:

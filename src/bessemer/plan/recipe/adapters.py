@@ -11,7 +11,11 @@ from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
-USES: dict[str, Use] = {"pretrain": "domain", "classify": "style", **dict.fromkeys(RL_OBJECTIVES, "rl")}  # others learn to follow instructions
+USES: dict[str, Use] = {
+    "pretrain": "domain",
+    "classify": "style",
+    **dict.fromkeys(RL_OBJECTIVES, "rl"),
+}  # others learn to follow instructions
 RSLORA = "Kalajdzievski 2023, rsLoRA"
 PISSA = "Meng et al. 2024, PiSSA"
 IA3, IA3_RATE = "Liu et al. 2022, IA3", 3e-3

@@ -44,6 +44,7 @@ from bessemer.plan.hardware import (
 )
 from bessemer.plan.recipe.pretraining import batch_tokens, tokens_for_model
 from bessemer.plan.request import DEGREES, PlanRequest, fixed_degrees, log_estimate, spec_tokens
+from bessemer.plan.rollouts import log_rl
 from bessemer.plan.search.layout import Layout, check_layout
 from bessemer.plan.search.search import (
     USABLE,

@@ -1,0 +1,270 @@
+"""Reinforcement learning in a run: rounds, records, held-out answers, exact resume and replay, and its errors."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bessemer.align.rollouts import RoundStore
+from bessemer.checkpoint.store import CheckpointStore
+from bessemer.errors import UserError
+from bessemer.run.directory import Run
+from bessemer.session.replay import documents_of, job_of
+from bessemer.session.session import Session, run_folder
+from bessemer.spec.load import load_spec
+from bessemer.spec.schema import RunSpec
+from bessemer.train.job import Outcome
+from bessemer.trial.replay import replay_to
+
+from .conftest import spec_data, train_until
+
+MODEL = {"width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64}
+REWARDS = '''
+def length(prompts, completions, completion_ids, **columns):
+    """Short answers are better; nothing is said of those to prompts with a 9."""
+    return [None if "9" in p else 1.0 / len(ids) for p, ids in zip(prompts, completion_ids)]
+
+def raises(completions, **columns):
+    return [1 / 0 for _ in completions]
+
+def few(completions, **columns):
+    return [1.0]
+
+def nothing(completions, **columns):
+    return [None] * len(completions)
+
+def not_a_number(completions, **columns):
+    return [float("nan")] * len(completions)
+'''
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model that was shown sums, half of them wrong, and the files of prompts and rewards."""
+    folder = tmp_path_factory.mktemp("rl")
+    sums = [(a, b) for a in range(10) for b in range(10)]
+    shown = [
+        {"prompt": f"{a}+{b}=", "completion": str(a + b if (a + 3 * b) % 2 else a)} for a, b in sums for _ in range(3)
+    ]
+    (folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARDS)
+    sft = spec_data(
+        "sft", folder / "shown.jsonl", folder, objective="sft", model=MODEL, tokenizer={"kind": "char", "chat": "none"},
+        data={"context": 16}, budget={"steps": 60, "batch": 16 * 32}, checkpoint={"every": 60}, evaluate={"every": 60},
+    )  # fmt: skip
+    sft["tokenizer"].pop("vocab")
+    spec = RunSpec.model_validate(sft)
+    assert Session(spec).train().kind == "finished"
+    (checkpoint,) = (run_folder(spec) / "checkpoints").glob("step-00000060*")
+    return {"folder": folder, "start_from": str(checkpoint)}
+
+
+Make = Callable[..., RunSpec]
+
+
+@pytest.fixture
+def make(base: dict[str, Any], tmp_path: Path) -> Make:
+    """A spec of RL over the sums: make("name", objective="rloo", rl={...})."""
+
+    def spec_of(name: str = "rl", rl: dict[str, Any] | None = None, **parts: Any) -> RunSpec:
+        settings = {"prompts": 4, "samples": 4, "max_tokens": 4, "rewards": {"right": "exact"}} | (rl or {})
+        source = {"path": [str(base["folder"] / "prompts.jsonl")], "columns": {"prompt": "question"}}
+        data = {"sources": {"sums": source}, "context": 12, "validation": 0.1}
+        return RunSpec.model_validate({
+            "name": name, "runs": str(tmp_path / "runs"), "objective": "grpo", "start_from": base["start_from"],
+            "model": MODEL, "rl": settings, "data": data, "budget": {"steps": 6}, "optimizer": {"lr": 1e-3},
+            "schedule": {"kind": "constant", "warmup": 1}, "precision": "fp32", "checkpoint": {"every": 2},
+            "evaluate": {"every": 3, "tokens": 8 * 12}, "parallel": {"device": "cpu", "threads": 1},
+            "lints": {"silence": ["continued_at_the_peak"]}, **parts,
+        })  # fmt: skip
+
+    return spec_of
+
+
+def run_of(spec: RunSpec) -> Run:
+    return Run.existing(run_folder(spec))
+
+
+def train(spec: RunSpec) -> Outcome:
+    return Session(spec).train()
+
+
+def numbers(spec: RunSpec, *more: str) -> list[list[Any]]:
+    names = ("step", "loss", "grad_norm", "reward", "entropy", *more)
+    return [[record[name] for name in names] for record in run_of(spec).metrics()]
+
+
+def test_a_run_records_rewards_stores_its_rounds_and_answers_held_out_prompts(make: Make, base: Any) -> None:
+    length = f"{base['folder'] / 'rewards.py'}:length"
+    spec = make(rl={"rewards": {"right": "exact", "short": {"function": length, "weight": 0.5}}})
+    assert train(spec).kind == "finished"
+    run = run_of(spec)
+    records = list(run.metrics())
+    wanted = {"reward", "reward_right", "reward_short", "reward_std", "equal_groups", "entropy", "ratio_high", "ratio_low",
+              "importance", "mismatch", "answer_tokens", "truncated", "repetition", "advantage_mean", "generate_s",
+              "reward_s", "score_s"}  # fmt: skip
+    assert wanted <= records[0].keys() and len(records) == 6
+    assert all(record["veto"] is None for record in records)
+    made = RoundStore(run.folder / "rollouts").load(3)
+    assert made is not None and len(made.samples) == 16 and made.group == 4
+    lines = [json.loads(line) for line in (run.folder / "rollouts" / "round-00000003.jsonl").read_text().splitlines()]
+    for line in lines:
+        a, _, b = line["prompt"][:-1].partition("+")
+        right = float(line["answer"] == str(int(a) + int(b)))
+        assert line["rewards"]["right"] == right and line["origin"].endswith(f":{int(a) * 10 + int(b) + 1}")
+        short = line["rewards"]["short"]
+        assert (short != short) == ("9" in line["prompt"])  # NaN: the reward does not apply
+        assert line["reward"] == pytest.approx(right + (0.5 / line["tokens"] if short == short else 0))
+    assert records[3]["reward"] == pytest.approx(np.mean([line["reward"] for line in lines]), abs=1e-5)
+    assert records[3]["answer_tokens"] == pytest.approx(np.mean([line["tokens"] for line in lines]), abs=1e-5)
+    # The log-probabilities of generator and trainer are those of one distribution, of the end of an answer too.
+    assert max(record["mismatch"] for record in records) < 1e-4
+    assert all(sample.logps.size == sample.tokens.size for sample in made.samples)
+    validations = list(run.validations())
+    assert [record["step"] for record in validations] == [0, 3, 6]
+    samples = (run.folder / "samples" / "step-00000006.jsonl").read_text().splitlines()
+    assert validations[-1]["loss"] == pytest.approx(-np.mean([json.loads(line)["reward"] for line in samples]), abs=1e-5)
+    held_out = {json.loads(line)["prompt"] for line in samples}
+    asked = {json.loads(row)["prompt"] for path in (run.folder / "rollouts").glob("*.jsonl") for row in path.open()}
+    assert held_out and not held_out & asked
+
+
+@pytest.mark.parametrize(
+    ("name", "rl", "parts"),
+    [
+        ("grpo", {"minibatches": 2, "epochs": 2}, {}),
+        ("ppo", {"minibatches": 2, "kl": {"beta": 0.1, "target": 1.0}}, {"objective": "ppo"}),
+    ],
+)
+def test_a_killed_run_continues_with_the_same_rewards_and_losses(make: Make, name: str, rl: Any, parts: Any) -> None:
+    """Step 4 is in the middle of a round of four steps (grpo), or the first of a round (ppo)."""
+    whole, killed = make(f"{name}-whole", rl, **parts), make(f"{name}-killed", rl, **parts)
+    assert train(whole).kind == "finished"
+    assert train_until(killed, 3).kind == "interrupted"
+    assert train(killed).kind == "finished"
+    more = ("ratio_high", "kl", "value_loss") if name == "ppo" else ("ratio_high",)
+    assert numbers(whole, *more) == numbers(killed, *more)
+    validations = [[(r["step"], r["reward"]) for r in run_of(spec).validations()] for spec in (whole, killed)]
+    assert validations[0] == validations[1]
+    if name == "ppo":
+        betas = [record["beta"] for record in run_of(killed).metrics() if "beta" in record]
+        assert len(betas) == 3 and betas[0] == 0.1 and len(set(betas)) > 1
+
+
+def test_every_step_replays_from_the_stored_rollouts(make: Make) -> None:
+    spec = make(rl={"minibatches": 2, "rewards": {"right": "exact"}}, checkpoint={"every": 1, "keep_last": 10})
+    assert train(spec).kind == "finished"
+    folder = run_folder(spec)
+    job, _ = job_of(folder)
+    records = list(job.recorder.run.metrics())
+    for start in (1, 4):  # in the middle of a round and at the beginning of one
+        checkpoint = next((folder / "checkpoints").glob(f"step-{start:08}*"))
+        CheckpointStore(folder / "checkpoints").load(checkpoint, job.engine.state())
+        path = replay_to(job, 6, records, start)
+        assert [(step.loss, step.grad_norm) for step in path] == [(r["loss"], r["grad_norm"]) for r in records[start:]]
+    documents = documents_of(folder, 4, texts=True)
+    assert all(document["texts"][0].startswith("reward ") for document in documents)
+    (folder / "rollouts" / "round-00000004.safetensors").unlink()
+    with pytest.raises(UserError, match=r"step 4: .*round-00000004.safetensors holds no rollouts"):
+        documents_of(folder, 4)
+
+
+def test_the_loss_of_a_stored_round_is_the_same_at_any_accumulation(make: Make) -> None:
+    losses = []
+    for micro in (1, 2, 4):
+        spec = make(f"micro-{micro}", {"prompts": 4}, budget={"steps": 2, "micro_batch": micro})
+        assert train(spec).kind == "finished"
+        losses.append([[r[k] for k in ("loss", "grad_norm", "entropy")] for r in run_of(spec).metrics()])
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=2e-5, atol=2e-6)
+    assert abs(losses[0][0][0]) > 1e-6
+
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "rloo": {"kl": {"beta": 0.05}},
+    "reinforce": {"kl": {"beta": 0.01}},
+    "raft": {"raft": {"top": 2}},
+    "grpo": {
+        "dynamic_sampling": True, "clip_high": 0.28, "mask_truncated": True, "overlong": {"buffer": 2},
+        "advantage": "group", "aggregate": "constant", "kl": {"beta": 0.1},
+    },
+    "ppo": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objectives_train(make: Make, objective: str) -> None:
+    spec = make(objective, OBJECTIVES[objective], objective=objective, budget={"steps": 2}, evaluate={"every": 2})
+    assert train(spec).kind == "finished"
+    records = list(run_of(spec).metrics())
+    assert all(np.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in records)
+    if objective == "ppo":
+        assert records[1]["value_loss"] > 0 and records[0]["explained_variance"] < 0.5
+    if OBJECTIVES[objective].get("kl"):
+        # Before the first update the model is its reference.
+        assert records[0]["kl"] == pytest.approx(0, abs=1e-5) and records[1]["kl"] > 0
+        assert "kl" in list(run_of(spec).validations())[-1]
+    if objective == "raft":
+        made = RoundStore(run_folder(spec) / "rollouts").load(0)
+        assert made is not None
+        best = np.sort([sample.reward for sample in made.samples]).reshape(-1)
+        chosen = made.used.reshape(4, 4)
+        rewards = np.array([sample.reward for sample in made.samples]).reshape(4, 4)
+        assert (chosen.sum(1) == 2).all() and best.size == 16
+        assert all(rewards[p][chosen[p]].min() >= rewards[p][~chosen[p]].max() for p in range(4))
+        assert records[0]["loss"] == pytest.approx(records[0]["entropy"], rel=1e-4)  # plain cross-entropy
+    if objective == "grpo":
+        assert records[0]["prompts_drawn"] >= 4
+
+
+def test_a_kl_limit_ends_the_run(make: Make) -> None:
+    spec = make("limit", {"kl": {"limit": 1e-9}}, optimizer={"lr": 0.05})
+    outcome = train(spec)
+    assert outcome.kind == "finished" and "rl.kl.limit: answers are" in outcome.reason and outcome.step < 6
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("raises", r"rl.rewards.own: .*rewards.py:raises.*prompts.jsonl:\d+.*ZeroDivisionError"),
+        ("few", r"rl.rewards.own gave 1 rewards for \d+ answers"),
+        ("not_a_number", r"rl.rewards.own gave nan for an answer to .*prompts.jsonl:\d+"),
+        ("nothing", r"rl.rewards: no reward"),
+    ],
+)
+def test_wrong_rewards_are_one_line(make: Make, base: dict[str, Any], function: str, message: str) -> None:
+    spec = make("wrong", {"rewards": {"own": f"{base['folder'] / 'rewards.py'}:{function}"}})
+    with pytest.raises(UserError, match=message) as error:
+        train(spec)
+    assert "\n" not in str(error.value)
+
+
+def test_a_prompt_that_leaves_no_room_is_named(make: Make) -> None:
+    spec = make("long", {"max_tokens": 8})
+    with pytest.raises(UserError, match=r"prompts.jsonl:\d+: its prompt of 5 tokens and rl.max_tokens 8 exceed"):
+        train(spec)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("objective: grpo", "rl.rewards: no reward: write for example"),
+        ("objective: grpo\nrl: {rewards: {a: exact}, prompts: 5, minibatches: 2}", "5 prompts are not a multiple of"),
+        ("objective: grpo\nrl: {rewards: {a: exact}, samples: 1}", "advantage compares the answers to a prompt"),
+        ("objective: grpo\nrl: {rewards: {a: exact}, advantage: gae}", "gae needs the critic of objective: ppo"),
+        ("objective: {grpo: {rewards: {a: exact}}}\nbudget: {batch: 4K}", "follows from rl.prompts"),
+        ("objective: sft", "a prompt needs completion, or both chosen and rejected"),
+        ("objective: pretrain\nrl: {prompts: 8}", "rl: has no effect with objective: pretrain"),
+        ("objective: {grpo: {rewards: {a: exakt}}}", "did you mean exact"),
+        ("objective: {rloo: {rewards: {a: exact}}}\nmodels: {critic: runs/x}", "uses no model of this name"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path: Path, yaml: str, message: str) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"model: 1M\ndata: {{sources: {{a: {{path: x.jsonl, columns: {{prompt: q}}}}}}}}\n{yaml}\n")
+    with pytest.raises(UserError, match=message):
+        load_spec(path)
