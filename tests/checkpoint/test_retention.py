@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bessemer.checkpoint.store import CheckpointEntry, keep
+from bessemer.checkpoint.store import CheckpointEntry, best_checkpoint, keep
 from bessemer.spec.schema import CheckpointSpec
 
 NOW = 1000.0
@@ -93,3 +93,14 @@ def test_under_archive_model_only_full_checkpoints_are_not_kept_for_every_so_man
     some = [CheckpointEntry(f"step-0000000{k}.a1", k, 1, 0.0, 1) for k in range(9)]
     spec = CheckpointSpec(keep_last=1, keep_every=2, archive_model_only=True)
     assert keep(some, spec, "step-00000008.a1", NOW) == {"step-00000008.a1"}
+
+
+def test_the_best_is_by_score_then_by_loss_then_the_earliest():
+    def entry(step, loss, score=None):
+        return CheckpointEntry(str(step), step, 1, 0.0, 1, loss, validation_score=score)
+
+    scores = [(1, 0.5, -0.8), (2, 0.6, -0.9), (3, 0.4, -0.9), (4, 0.4, -0.9), (5, 0.1, math.nan)]
+    accurate = [entry(*score) for score in scores]
+    assert best_checkpoint(accurate).step == 3
+    assert best_checkpoint([entry(1, 0.5), entry(2, 0.3), entry(3, 0.3)]).step == 2
+    assert best_checkpoint([entry(1, None), entry(2, math.nan)]) is None

@@ -2,12 +2,18 @@
 
 An answer is three choices: an approach (of 6; which one is good depends on the prompt), a length (of 12) and a tone
 (plain, or with the word "certainly"). The policy is a softmax over each, by kind of prompt. Texts are drawn from them.
+
+    python tests/guard/bandit.py FIRST LAST RESULT.json    delays and false alarms over these seeds
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,7 +69,8 @@ Reward = Callable[[Answers], np.ndarray]
 
 class Bandit:
     """`easy` is added to the quality of every answer; `fillers` is the entropy of the tokens that do not matter; `push`
-    moves the policy towards longer answers in every step, as a loss does that averages over the tokens of each answer."""
+    moves the policy towards longer answers in every step, as a loss does that averages over the tokens of each
+    answer."""
 
     def __init__(
         self, seed: int, reward: Reward, lr: float = 0.04, easy: float = 0.0, fillers: float = 0.2, push: float = 0.0,
@@ -194,3 +201,33 @@ def train(bandit: Bandit, steps: int, spec: GuardSpec | None = None, judge: bool
             if stop:
                 break
     return Outcome(alarms, onset, qualities, stopped)
+
+
+HACKS = {
+    "length": Answers.pays_length, "log length": Answers.pays_log_length,
+    "keyword": Answers.pays_keyword, "keyword alone": Answers.pays_keyword_alone,
+}  # fmt: skip
+HONEST = {"quality": Answers.honest, "verifier": Answers.correct}
+
+
+def main(first: int, last: int, path: Path) -> None:
+    seeds = range(first, last + 1)
+    results: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "seeds": list(seeds)}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    results["commit"] = commit.stdout.strip()
+    for name, reward in HACKS.items():
+        outcomes = [train(Bandit(seed, reward), 120) for seed in seeds]
+        results[f"delay, {name}"] = [None if np.isinf(outcome.delay) else outcome.delay for outcome in outcomes]
+        path.write_text(json.dumps(results, indent=1) + "\n")
+    for name, reward in HONEST.items():
+        outcomes = [train(Bandit(seed, reward), 240) for seed in seeds]
+        results[f"stopped, {name}"] = sum(outcome.stopped is not None for outcome in outcomes)
+        results[f"alarms in 240 steps, {name}"] = [
+            f"{alarm.kind} {alarm.severity}" for outcome in outcomes for alarm in outcome.alarms
+        ]
+        results[f"quality, {name}"] = [[round(o.true_quality[0], 2), round(o.true_quality[-1], 2)] for o in outcomes]
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -168,6 +168,13 @@ def test_the_best_validation_is_by_accuracy_reward_or_judge():
         assert detectors.alignment.score(record) == score
 
 
+def test_the_loss_of_a_policy_gradient_is_not_judged():
+    t = np.arange(600.0)
+    loss = np.where(t < 300, -0.02, 0.5)
+    assert play({"loss": loss, "reward": 0 * t}) == []
+    assert "divergence" in {alarm.kind for alarm in play({"loss": loss}, "pretrain")}
+
+
 def test_a_rollback_cuts_the_past_and_a_known_change_does_not():
     detectors = Detectors(GuardSpec(), None, 1000, objective="grpo")
     for step in range(4 * SPAN):

@@ -8,13 +8,7 @@ from bessemer.guard.answers import ScoredAnswer, centered_ranks, measure_round, 
 from bessemer.guard.detectors import Detectors
 from bessemer.spec.guard import AlignmentSpec, GuardSpec
 
-from .bandit import Answers, Bandit, train
-
-HACKS = {
-    "length": Answers.pays_length, "log length": Answers.pays_log_length,
-    "keyword": Answers.pays_keyword, "keyword alone": Answers.pays_keyword_alone,
-}  # fmt: skip
-HONEST = {"quality": Answers.honest, "verifier": Answers.correct}
+from .bandit import HACKS, HONEST, Answers, Bandit, train
 
 
 def stopped_in_time(reward, seeds):

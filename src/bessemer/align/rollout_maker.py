@@ -65,7 +65,8 @@ class RolloutMaker:
             made = self._make(job, stream, first, positions)
             if job.world.main:
                 self.rounds.store.save(made, key, self._rows(stream, made))
-            job.guard.detectors.round(self._scored_answers(stream, made))
+            if job.spec.guard.enabled:
+                job.guard.detectors.round(self._scored_answers(stream, made))
         self.rounds.set(made, key)
         self.numbers_of_step = {
             number: self._step_numbers(made, stream, number) for number in range(first, first + self.rl.round_steps)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bessemer.guard.alarm import BLOCK, Alarm, Record, Severity, StepBlock, debounce, make_alarm
-from bessemer.guard.alignment import AlignmentDetector
+from bessemer.guard.alignment import POLICIES, AlignmentDetector
 from bessemer.guard.answers import ScoredAnswer
 from bessemer.guard.hacking import HackingDetector
 from bessemer.guard.layer_stats import LayerDetector
@@ -54,6 +54,7 @@ class Detectors:
         # A known change of data or batch size is no reason to forget how answers were at first.
         self.alignment = AlignmentDetector(spec, objective, judges)
         self.hacking = HackingDetector(spec, judges)
+        self.judges_loss = objective not in POLICIES  # whose loss is near zero and of either sign
         self.plan_gap: PlanGapDetector | None = None  # set if there is a plan to compare with
         self.spec, self.memory_limit_bytes, self.total_steps = spec, memory_limit_bytes, total_steps
         self._begin()
@@ -76,7 +77,8 @@ class Detectors:
         if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
             return alarms + self._not_finite(record)
         self._nonfinite = 0
-        alarms += self.spike.step(record) + self.grad_spike.step(record)
+        alarms += self.spike.step(record) if self.judges_loss else []
+        alarms += self.grad_spike.step(record)
         alarms += self.plan_gap.step(record) if self.plan_gap else []
         alarms += self.alignment.step(record, self.hacking)
         self._attempts.append(record)
@@ -100,11 +102,13 @@ class Detectors:
     def _evaluate(self) -> list[Alarm]:
         block, self._attempts = StepBlock(self._attempts), []
         debounce(self._active, "nonfinite", False, 1)
-        return [
-            *self.gradient.block(block), *self.spike.block(block), *self.grad_spike.block(block),
-            *self.divergence.block(block), *self.oscillation.block(block), *self.plateau.block(block),
-            *self.speed.block(block), *self.memory.block(block),
+        alarms = [
+            *self.gradient.block(block), *self.grad_spike.block(block), *self.speed.block(block),
+            *self.memory.block(block),
         ]  # fmt: skip
+        for detector in (self.spike, self.divergence, self.oscillation, self.plateau) if self.judges_loss else ():
+            alarms += detector.block(block)
+        return alarms
 
     def validation(self, record: Record) -> list[Alarm]:
         """Checks the record of a validation."""
