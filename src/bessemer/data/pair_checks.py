@@ -36,9 +36,9 @@ class Pair:
 
 
 def make_pair(chosen: ChatRow, rejected: ChatRow) -> Pair:
-    answers = [tuple(row.ids[row.weights > 0].tolist()) for row in (chosen, rejected)]
+    good, bad = (tuple(row.ids[row.weights > 0].tolist()) for row in (chosen, rejected))
     first, second = (tuple(row.ids[: int((row.weights > 0).argmax())].tolist()) for row in (chosen, rejected))
-    return Pair(chosen.place, tuple(chosen.ids[chosen.weights == 0].tolist()), *answers, prompts=(first, second))
+    return Pair(chosen.place, tuple(chosen.ids[chosen.weights == 0].tolist()), good, bad, (first, second))
 
 
 def check_pairs(

@@ -253,7 +253,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         Ema(named, spec.optimizer.ema) if spec.optimizer.ema else None, runner,
         LossScale(spec.loss_scale, device) if plan.precision == "fp16" else None,
     )  # fmt: skip
-    rollouts, evaluator = None, None
+    rollouts, evaluator = None, cast("Evaluator | None", None)
     if parts.prompts is not None and isinstance(parts.stream, RolloutStream):
         rollouts, evaluator = attach_rollouts(
             spec, parts.prompts, parts.stream, parts.held_out, plan, device, world, run.folder

@@ -261,8 +261,8 @@ def _held_out_sets(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOut
         }
     held_out = {}
     for name, dataset in data.validation.items():
-        rows = UserDatasetRows(dataset, data.tokenizer, context, spec.classify)
-        held_out[name] = HeldOutSet(rows, rows.count * context, 1.0)  # bits per byte are then bits per token
+        own = UserDatasetRows(dataset, data.tokenizer, context, spec.classify)
+        held_out[name] = HeldOutSet(own, own.count * context, 1.0)  # bits per byte are then bits per token
     return held_out
 
 

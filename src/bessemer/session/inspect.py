@@ -154,6 +154,8 @@ def from_run(folder: Path, checkpoint: str = "last", device: str = "auto") -> In
     """Weights and moments of a checkpoint, which is verified; the run is only read."""
     run, stream, data, plan = stream_of(folder)
     _, spec = existing_run(folder)
+    if not isinstance(stream, BatchStream):
+        raise UserError(f"{run.folder}: objective {spec.objective} trains on rollouts, which inspect does not read")
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"--device {device}: write auto, cpu, cuda or mps")
     target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]

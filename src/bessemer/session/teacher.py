@@ -300,7 +300,8 @@ class MappedReader(TeacherReader):
         """The cells of the batch, row by row, that have a prediction, and the teacher's hidden states for them."""
         T, rows, places = batch.tokens.shape[1], [], []
         for row in range(len(batch.tokens)):
-            ids, documents = [], []
+            ids: list[int] = []
+            documents: list[int] = []
             for number in np.unique(batch.documents[row]).tolist():
                 columns = np.flatnonzero(batch.documents[row] == number)
                 if not (batch.tokens[row, columns] | batch.targets[row, columns]).any():
