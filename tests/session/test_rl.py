@@ -261,7 +261,7 @@ def test_a_prompt_that_leaves_no_room_is_named(make: Make) -> None:
         ("objective: grpo\nrl: {rewards: {a: exact}, samples: 1}", "advantage compares the answers to a prompt"),
         ("objective: grpo\nrl: {rewards: {a: exact}, advantage: gae}", "gae needs the critic of objective: ppo"),
         ("objective: {grpo: {rewards: {a: exact}}}\nbudget: {batch: 4K}", "follows from rl.prompts"),
-        ("objective: sft", "a prompt needs completion, or both chosen and rejected"),
+        ("objective: sft", "a prompt needs completion, both chosen and rejected, or answers"),
         ("objective: pretrain\nrl: {prompts: 8}", "rl: has no effect with objective: pretrain"),
         ("objective: {grpo: {rewards: {a: exakt}}}", "did you mean exact"),
         ("objective: {rloo: {rewards: {a: exact}}}\nmodels: {critic: runs/x}", "uses no model of this name"),
