@@ -50,7 +50,7 @@ NO_TEMPLATE = "none"  # texts are read as they are
 def _load_reward_model(
     name: str, reward: RewardSpec, device: torch.device
 ) -> Callable[[Sequence[Sample]], list[float]]:
-    """The scores of a reward model. Each process holds all of it; it is in no checkpoint and not in the plan's memory."""
+    """Scores of a reward model. Each process holds all of it; it is in no checkpoint and not in the plan."""
     from bessemer.align.reward_model import RewardModel
 
     assert reward.model is not None
