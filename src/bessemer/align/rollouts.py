@@ -113,9 +113,9 @@ class RoundStore:
             **{f"reward.{name}": np.array(values, np.float64) for name, values in parts.items()},
             **{f"token.{name}": np.ascontiguousarray(array) for name, array in made.arrays.items()},
         }  # fmt: skip
-        about = {"format": _FORMAT, "first": made.first, "key": key, "group": made.group, "drawn": made.drawn}
+        round_info = {"format": _FORMAT, "first": made.first, "key": key, "group": made.group, "drawn": made.drawn}
         arrays["samples"] = np.frombuffer(json.dumps(samples).encode(), np.uint8)  # headers are limited to 100 MB
-        metadata = {"round": json.dumps(about), "numbers": json.dumps(made.numbers)}
+        metadata = {"round": json.dumps(round_info), "numbers": json.dumps(made.numbers)}
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path(made.first).with_suffix(".jsonl"), lines.encode("utf-8", "replace"), durable=False)
@@ -138,10 +138,10 @@ class RoundStore:
             raise UserError(
                 f"{path}: cannot be read ({error}): restore it, or delete it and replay other steps"
             ) from None
-        about = json.loads(metadata["round"])
-        if key is not None and about["key"] != key:
+        round_info = json.loads(metadata["round"])
+        if key is not None and round_info["key"] != key:
             return None
-        return _unpack(about, json.loads(arrays["samples"].tobytes()), json.loads(metadata["numbers"]), arrays)
+        return _unpack(round_info, json.loads(arrays["samples"].tobytes()), json.loads(metadata["numbers"]), arrays)
 
     def _remove_old(self) -> None:
         rounds = sorted(self.folder.glob("round-*.safetensors"))
@@ -150,7 +150,7 @@ class RoundStore:
             path.with_suffix(".jsonl").unlink(missing_ok=True)
 
 
-def _unpack(about: dict[str, Any], samples: list[dict[str, Any]], numbers: dict[str, float], arrays: Any) -> Round:
+def _unpack(round_info: dict[str, Any], samples: list[dict[str, Any]], numbers: dict[str, float], arrays: Any) -> Round:
     prompts = np.split(arrays["prompts"], np.cumsum(arrays["prompt_lengths"])[:-1])
     cuts = np.cumsum(arrays["lengths"])[:-1]
     tokens, logps = np.split(arrays["tokens"], cuts), np.split(arrays["token.generator_logps"], cuts)
@@ -161,7 +161,7 @@ def _unpack(about: dict[str, Any], samples: list[dict[str, Any]], numbers: dict[
         sample = Sample(**values, prompt=prompts[number], tokens=tokens[number], logps=logps[number], rewards=rewards)
         made.append(sample)
     by_token = {name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")}
-    return Round(about["first"], made, about["group"], arrays["used"], by_token, numbers, about["drawn"])
+    return Round(round_info["first"], made, round_info["group"], arrays["used"], by_token, numbers, round_info["drawn"])
 
 
 def repeated_ngrams(tokens: Ints, size: int = 4) -> float:

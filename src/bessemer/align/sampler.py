@@ -66,8 +66,8 @@ class Sampler:
     def questions(
         self, names: Sequence[str], rows: Mapping[str, PromptRows], positions: Any, sources: Any, sequences: Any
     ) -> list[Question]:
-        found = zip(positions.tolist(), sources.tolist(), sequences.tolist(), strict=True)
-        return [Question(p, s, q, rows[names[s]].prompts[q], rows[names[s]].ids[q]) for p, s, q in found]
+        places = zip(positions.tolist(), sources.tolist(), sequences.tolist(), strict=True)
+        return [Question(p, s, q, rows[names[s]].prompts[q], rows[names[s]].ids[q]) for p, s, q in places]
 
     def answer(
         self, model: Decoder, world: World, precision: str, questions: Sequence[Question], samples: int,
@@ -78,7 +78,8 @@ class Sampler:
         local = list(questions)[world.dp_rank :: world.layout.dp]
         began_s = time.perf_counter()
         made = self._generate(model, world, precision, local, samples, temperature, f"{step} {salt}", on_step)
-        generated_s, error, extras = time.perf_counter(), "", {}
+        generated_s, error = time.perf_counter(), ""
+        extras: dict[str, float] = {}
         try:
             extras = self._reward(local, made, samples, step)
         except UserError as failure:
@@ -99,7 +100,8 @@ class Sampler:
         self, model: Decoder, world: World, precision: str, questions: Sequence[Question], samples: int,
         temperature: float, salt: str, on_step: OnStep | None,
     ) -> list[Sample]:  # fmt: skip
-        rl, requests = self.rl, []
+        rl = self.rl
+        requests: list[Request] = []
         for question in questions:
             seed = xxhash.xxh3_64_intdigest(f"{salt} {question.position}".encode(), seed=self.seed) >> 2
             sampling = Sampling(temperature, rl.top_k, rl.top_p, seed) if temperature else Sampling(0.0, seed=seed)
@@ -132,12 +134,12 @@ class Sampler:
         self, questions: Sequence[Question], made: Sequence[Sample], samples: int, step: int
     ) -> dict[str, float]:
         """Adds the rewards to the samples; returns what the functions log."""
-        asked = []
+        graded = []
         for number, sample in enumerate(made):
             prompt, ids = questions[number // samples].prompt, sample.tokens.tolist()
             place = prompt.columns, sample.finished, prompt.place
-            asked.append(RewardSample(prompt.content, sample.text, ids, *place))
-        scores = score_samples(self.rewards, asked, step)
+            graded.append(RewardSample(prompt.content, sample.text, ids, *place))
+        scores = score_samples(self.rewards, graded, step)
         for number, sample in enumerate(made):
             sample.reward = scores.totals[number]
             parts = {name: values[number] for name, values in scores.parts.items()}
