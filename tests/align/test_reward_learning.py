@@ -48,7 +48,4 @@ def test_the_recipe_learns_calibrated_preferences(seed: int, tmp_path: Path, mon
     letters = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=40)) for _ in range(300)]
     elsewhere = model.score_with_std(["How was it?"] * 300, letters)
     known, unknown = (sum(std for _, std in some) / 300 for some in (scores, elsewhere))
-    print(
-        f"{validation['accuracy']:.3f} {validation['ece']:.3f} {sum(tested) / len(tested):.4f} {known:.3f} {unknown:.3f}"
-    )
     assert sum(tested) > 0.97 * len(tested) and unknown > 1.25 * known
