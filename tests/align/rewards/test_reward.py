@@ -124,6 +124,7 @@ def test_regex_and_json(tmp_path: Path) -> None:
         make_rewards(specs(bad={"verifier": "json", "json_schema": {"type": "nothing"}}))
 
 
+@pytest.mark.slow
 def test_a_reward_model_gives_its_scores(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
