@@ -36,7 +36,7 @@ TOKEN_ARRAYS = ("generator_logps", "old_logps", "ref_logps", "advantages", "valu
 
 
 @dataclass
-class Sample:
+class Rollout:
     """One answer. `tokens` end with the stop id if the model wrote one."""
 
     position: int
@@ -64,7 +64,7 @@ class Round:
     those of the stream."""
 
     first: int
-    samples: list[Sample]
+    samples: list[Rollout]
     group: int  # S
     used: npt.NDArray[np.bool_]  # (N,) whether the answer is trained on
     arrays: dict[str, Floats] = field(default_factory=dict)  # by the names of TOKEN_ARRAYS
@@ -102,7 +102,7 @@ class RoundStore:
         """Write a round, replacing an earlier one of the same step; `rows` are its samples for readers."""
         from safetensors.numpy import save_file
 
-        names = [item.name for item in fields(Sample) if item.name not in ("prompt", "tokens", "logps", "rewards")]
+        names = [item.name for item in fields(Rollout) if item.name not in ("prompt", "tokens", "logps", "rewards")]
         samples = [{name: getattr(sample, name) for name in names} for sample in made.samples]
         parts = {name: [sample.rewards[name] for sample in made.samples] for name in made.samples[0].rewards}
         arrays: dict[str, npt.NDArray[Any]] = {
@@ -158,7 +158,7 @@ def _unpack(round_info: dict[str, Any], samples: list[dict[str, Any]], numbers: 
     made = []
     for number, values in enumerate(samples):
         rewards = {name: float(array[number]) for name, array in parts.items()}
-        sample = Sample(**values, prompt=prompts[number], tokens=tokens[number], logps=logps[number], rewards=rewards)
+        sample = Rollout(**values, prompt=prompts[number], tokens=tokens[number], logps=logps[number], rewards=rewards)
         made.append(sample)
     by_token = {name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")}
     return Round(round_info["first"], made, round_info["group"], arrays["used"], by_token, numbers, round_info["drawn"])
@@ -172,7 +172,7 @@ def repeated_ngrams(tokens: Ints, size: int = 4) -> float:
     return 1.0 - len(np.unique(np.lib.stride_tricks.sliding_window_view(tokens, size), axis=0)) / count
 
 
-def sample_numbers(samples: Sequence[Sample], group: int) -> dict[str, float]:
+def sample_numbers(samples: Sequence[Rollout], group: int) -> dict[str, float]:
     """What the record of a step says about its answers, besides what the loss knows."""
     rewards = np.array([sample.reward for sample in samples])
     numbers = {"reward": _mean(rewards)}
