@@ -276,7 +276,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, yaml: str, messag
 
 @pytest.mark.slow
 def test_answers_become_what_the_reward_asks_for(make: Make, base: dict[str, Any]) -> None:
-    """Answers of one character: rare at first, nearly all after 40 steps. 0.14 became 0.99 in 30 steps of 256 answers."""
+    """Answers of one character are rare at first, and nearly all answers are after 40 steps."""
     function = "def one(completion_ids, **c):\n    return [float(len(ids) == 2) for ids in completion_ids]\n"
     (base["folder"] / "one.py").write_text(function)
     rl = {"prompts": 32, "samples": 8, "rewards": {"one": f"{base['folder'] / 'one.py'}:one"}}
