@@ -178,9 +178,9 @@ def make(folder: Path, exercises: int = 20_000) -> None:
     write(folder / "tools.jsonl", (tool_call(draw, words) for words in lists(400)))
     write(folder / "reviews.jsonl", (review(draw) for _ in range(600)))
     write(folder / "preferences.jsonl", (preference(draw, words) for words in lists(600)))
-    write(folder / "asked.jsonl", (asked(draw, words) for words in lists(1000)))
     write(folder / "compared_reviews.jsonl", compared_reviews(1, 4000))
     write(folder / "feedback.jsonl", (feedback(draw, words) for words in lists(900)))
+    write(folder / "asked.jsonl", (asked(draw, words) for words in lists(1000)))
     write_critiques(folder, random.Random(2))
 
 

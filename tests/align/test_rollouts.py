@@ -14,7 +14,7 @@ from bessemer.align.policy import PolicyGradient
 from bessemer.align.prompts import Prompt, PromptRows, hold_out, read_prompts
 from bessemer.align.rollout_maker import RolloutMaker
 from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
-from bessemer.align.rollouts import Round, RoundStore, Sample, positions_key, repeated_ngrams, sample_numbers
+from bessemer.align.rollouts import Rollout, Round, RoundStore, positions_key, repeated_ngrams, sample_numbers
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
 from bessemer.errors import UserError
 from bessemer.model.transformer import Decoder, build_model
@@ -28,12 +28,12 @@ VOCAB, CONTEXT, GROUP = 40, 24, 4
 SHAPE = model_shape(ModelSpec(width=32, layers=2, heads=4, kv_heads=2, ffn=64), vocab=VOCAB)
 
 
-def samples(count: int, seed: int = 0) -> list[Sample]:
+def samples(count: int, seed: int = 0) -> list[Rollout]:
     draw = np.random.default_rng(seed)
     made = []
     for number in range(count):
         prompt, tokens = (draw.integers(1, VOCAB, draw.integers(2, 8)) for _ in range(2))
-        sample = Sample(
+        sample = Rollout(
             number // GROUP, 0, number // GROUP, prompt, tokens, draw.normal(-3, 0.1, tokens.size).astype(np.float32),
             bool(draw.random() < 0.7), number, f"answer {number}", float(draw.normal()),
             {"a": float(number), "b": np.nan},

@@ -261,7 +261,7 @@ def test_a_prompt_that_leaves_no_room_is_named(make: Make) -> None:
         ("objective: grpo\nrl: {rewards: {a: exact}, samples: 1}", "advantage compares the answers to a prompt"),
         ("objective: grpo\nrl: {rewards: {a: exact}, advantage: gae}", "gae needs the critic of objective: ppo"),
         ("objective: {grpo: {rewards: {a: exact}}}\nbudget: {batch: 4K}", "follows from rl.prompts"),
-        ("objective: sft", "a prompt needs completion, or both chosen and rejected"),
+        ("objective: sft", "a prompt needs completion, both chosen and rejected, or answers"),
         ("objective: pretrain\nrl: {prompts: 8}", "rl: has no effect with objective: pretrain"),
         ("objective: {grpo: {rewards: {a: exakt}}}", "did you mean exact"),
         ("objective: {rloo: {rewards: {a: exact}}}\nmodels: {critic: runs/x}", "uses no model of this name"),
@@ -272,3 +272,18 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, yaml: str, messag
     path.write_text(f"model: 1M\ndata: {{sources: {{a: {{path: x.jsonl, columns: {{prompt: q}}}}}}}}\n{yaml}\n")
     with pytest.raises(UserError, match=message):
         load_spec(path)
+
+
+@pytest.mark.slow
+def test_answers_become_what_the_reward_asks_for(make: Make, base: dict[str, Any]) -> None:
+    """Answers of one character are rare at first, and nearly all answers are after 40 steps."""
+    function = "def one(completion_ids, **c):\n    return [float(len(ids) == 2) for ids in completion_ids]\n"
+    (base["folder"] / "one.py").write_text(function)
+    rl = {"prompts": 32, "samples": 8, "rewards": {"one": f"{base['folder'] / 'one.py'}:one"}}
+    spec = make(
+        "learns", rl, budget={"steps": 40}, optimizer={"lr": 1e-3}, evaluate={"every": 40}, checkpoint={"every": 40}
+    )
+    assert train(spec).kind == "finished"
+    rewards = [record["reward"] for record in run_of(spec).metrics()]
+    assert rewards[-1] > 0.95 > rewards[0] + 0.1
+    assert list(run_of(spec).validations())[-1]["reward"] > 0.95

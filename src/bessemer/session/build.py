@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor, nn
 
 from bessemer.align.prompts import PromptData
+from bessemer.align.rollout_maker import RolloutMaker
 from bessemer.align.rollout_stream import RolloutStream
 from bessemer.checkpoint.remote import RemoteCheckpoints
 from bessemer.checkpoint.store import CheckpointStore
@@ -253,7 +254,8 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         Ema(named, spec.optimizer.ema) if spec.optimizer.ema else None, runner,
         LossScale(spec.loss_scale, device) if plan.precision == "fp16" else None,
     )  # fmt: skip
-    rollouts, evaluator = None, cast("Evaluator | None", None)
+    rollouts: RolloutMaker | None = None
+    evaluator: Evaluator | None = None
     if parts.prompts is not None and isinstance(parts.stream, RolloutStream):
         rollouts, evaluator = attach_rollouts(
             spec, parts.prompts, parts.stream, parts.held_out, plan, device, world, run.folder

@@ -68,6 +68,8 @@ def prepare_data(
     spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, engine: CurationEngine | None = None
 ) -> Prepared:
     """The stores of the spec's sources, from the cache or prepared now."""
+    if spec.objective in RL_OBJECTIVES:
+        raise UserError(f"objective: {spec.objective}: prompts are read when a run starts: there is nothing to prepare")
     for name, source in spec.data.sources.items():
         if not source.path:
             raise UserError(f"data.sources.{name}.path: missing: preparing data needs its files")

@@ -215,7 +215,8 @@ class SourceSpec(ShortSection, short="path"):
             if role in self.columns and not self.messages_field and "prompt" not in self.columns:
                 raise ValueError(f"columns: {role} needs a prompt, an instruction or messages_field")
         answers = [role for role in ("completion", "chosen", "rejected", "answers") if role in self.columns]
-        if answers and answers not in (["completion"], ["chosen", "rejected"], ["answers"]):
+        complete = (["completion"], ["chosen", "rejected"], ["answers"])
+        if answers and answers not in complete:
             raise ValueError("columns: a prompt needs completion, both chosen and rejected, or answers")
         if answers in (["completion"], ["answers"]) and "prompt" not in self.columns:
             raise ValueError(f"columns: {answers[0]} needs prompt")

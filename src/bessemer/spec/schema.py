@@ -245,9 +245,9 @@ class RunSpec(SpecSection):
     sft: SftSpec | None = setting(None, "with objective: sft: its settings", {"neftune": 5.0})
     distill: DistillSpec = section(DistillSpec, "with objective: distill: how the teacher is compared")
     dpo: DpoSpec = section(DpoSpec, "with objective: dpo: the loss of pairs")
-    rl: RlSpec = section(RlSpec, "with objective: grpo, rloo, reinforce, ppo or raft: rollouts and rewards")
     kto: KtoSpec = section(KtoSpec, "with objective: kto: the loss of answers with labels")
     reward: RewardModelSpec = section(RewardModelSpec, "with objective: reward: the reward model")
+    rl: RlSpec = section(RlSpec, "with objective: grpo, rloo, reinforce, ppo or raft: rollouts and rewards")
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}

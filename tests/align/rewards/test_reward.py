@@ -124,6 +124,7 @@ def test_regex_and_json(tmp_path: Path) -> None:
         make_rewards(specs(bad={"verifier": "json", "json_schema": {"type": "nothing"}}))
 
 
+@pytest.mark.slow
 def test_a_reward_model_gives_its_scores(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -135,13 +136,15 @@ def test_a_reward_model_gives_its_scores(tmp_path: Path) -> None:
         eos_token_id=1, bos_token_id=None, pad_token_id=1,
     )  # fmt: skip
     transformers.LlamaForSequenceClassification(shape).save_pretrained(tmp_path)
-    rewards = make_rewards(specs(taste={"model": str(tmp_path), "weight": 2.0}), device="cpu")
+    rewards = make_rewards(specs(taste={"model": str(tmp_path), "weight": 2.0}))
     scores = score_samples(rewards, [sample("a b", prompt="b "), sample("b b", prompt="a ")])
-    expected = RewardModel.load(tmp_path, device="cpu").score(["b ", "a "], ["a b", "b b"])
+    expected = RewardModel.load(tmp_path).score(["b ", "a "], ["a b", "b b"])
     assert scores.parts["taste"] == pytest.approx(expected) and expected[0] != expected[1]
     assert scores.totals == pytest.approx([2 * value for value in expected])
     with pytest.raises(UserError, match="missing"):
         make_rewards(specs(taste={"model": str(tmp_path / "missing")}))
+    own = make_rewards(specs(taste={"model": "elsewhere"}), lambda name, spec: lambda samples: [3.0])
+    assert score_samples(own, [sample("a")]).totals == [3.0]
 
 
 @pytest.mark.parametrize(
