@@ -11,6 +11,7 @@ from tests.align.test_dpo import write_rows
 from typer.testing import CliRunner
 
 from bessemer.cli.main import app
+from bessemer.errors import UserError
 from bessemer.run.directory import Run
 
 # "Beta 0.1, learning rate 5e-7, batch size 16-32 pairs, 1-3 epochs", as TRL's config would have them.
@@ -31,19 +32,23 @@ name: aligned
 runs: RUNS
 objective: dpo
 start_from: MODEL
+model: {width: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 64}
 tokenizer: {path: TOKENIZER, chat: none}
 data: {sources: {preferences: PAIRS}, context: 48, validation: 10%}
 budget: {epochs: 1, batch: 1536}
 optimizer: {lr: 1e-3}
 dpo: {beta: 0.1}
 parallel: {device: cpu, threads: 1}
-observe: {layers_every: 0}
+precision: fp32
 """
 
 
 def answer(*arguments: str) -> tuple[int, str]:
+    """The exit code and output; the program prints a UserError and exits with 2."""
     result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.output + (str(result.exception) if result.exception else "")
+    if isinstance(result.exception, UserError):
+        return 2, result.output + "\n".join(getattr(result.exception, "problems", [str(result.exception)]))
+    return result.exit_code, result.output
 
 
 def test_from_trl_options_to_a_run(base: tuple[Path, Path, Path], tmp_path: Path) -> None:

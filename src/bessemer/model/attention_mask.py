@@ -66,8 +66,8 @@ class AttentionMask:
     def plain(self, window: int, length: int) -> bool:
         """Whether the mask is causality alone or nothing: fused kernels then need no mask tensor."""
         windowed = (window and window < length) or self.blocks[0]
-        whole = self.documents_BT is None and self.prefix_BT is None and self.branches_BT is None
-        return whole and self.starts_B is None and not windowed
+        single = self.documents_BT is None and self.prefix_BT is None and self.branches_BT is None
+        return single and self.starts_B is None and not windowed
 
     @property
     def rows(self) -> int:
