@@ -1,5 +1,5 @@
-"""What objectives with answers (`dpo`, `kto`, `reward`) add to a start: the checks of the answers, for the first two the
-reference, which is the model that the run starts from, and for dpo whether the prompt of a pair is shared."""
+"""What objectives with answers (`dpo`, `kto`, `reward`) add to a start: the checks of the answers, for the first two
+the reference, which is the model that the run starts from, and for dpo whether the prompt of a pair is shared."""
 
 from __future__ import annotations
 
