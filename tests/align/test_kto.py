@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.align.test_dpo import COLUMNS, columns_of, write_rows
 from tests.align.test_dpo import base as base  # the fixture
+from tests.align.test_dpo import make_spec as make_pairs_spec
 from tests.session.conftest import spec_data, train_until
 from tests.session.trl_reference import native_gradients, write_folder
 
@@ -215,3 +216,21 @@ def test_a_step_of_one_answer_is_refused(base: tuple[Path, Path, Path], tmp_path
     path = write_answers(base[2], tmp_path / "answers.jsonl")
     with pytest.raises(UserError, match="kto compares a prompt with the answers of others: write two rows a step"):
         Session(make_spec(base, "alone", path, LABELLED, budget={"batch": 64})).train()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_known_rule_is_learned(base: tuple[Path, Path, Path], tmp_path: Path, objective: str, seed: int) -> None:
+    """The rule: name the colour of the question. The start model names either colour; after the run, held-out answers
+    are on the right side in more than 90 % of the cases."""
+    parts: dict[str, Any] = {"seed": seed, "budget": {"steps": 40}}
+    if objective == "dpo":
+        spec = make_pairs_spec(base, f"rule-dpo-{seed}", **parts)
+    else:
+        path = write_answers(base[2], tmp_path / "answers.jsonl")
+        spec = make_spec(base, f"rule-kto-{seed}", path, LABELLED, **parts)
+    outcome = Session(spec).train()
+    assert columns_of(spec, "accuracy")[0, 0] < 0.7
+    assert outcome.validation is not None and outcome.validation["accuracy"] > 0.9

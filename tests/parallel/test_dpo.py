@@ -1,4 +1,4 @@
-"""Preference pairs have the same losses on 1, 2 and 4 ranks."""
+"""Preference pairs, and answers with labels, have the same losses on 1, 2 and 4 ranks."""
 
 import json
 import random
@@ -18,6 +18,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas": (2, {"dp_replicate": 2}),
     "shards": (4, {"dp_shard": 4}),
     "tensors": (2, {"tp": 2}),
+    "four": (4, {"dp_replicate": 4}),
+}
+NAMES = {
+    "dpo": ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll", "grad_norm"),
+    "kto": ("loss", "accuracy", "kl", "chosen_reward", "rejected_reward", "grad_norm"),
 }
 
 
@@ -51,7 +56,7 @@ def base(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, di
 
 
 def curves(spec: RunSpec) -> np.ndarray:
-    names = ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll", "grad_norm")
+    names = NAMES[spec.objective]
     return np.array([[record[name] for name in names] for record in Run.existing(run_folder(spec)).metrics()])
 
 
@@ -77,3 +82,26 @@ def test_losses_are_the_same(ranks: Any, base: tuple[Path, Any], alone: np.ndarr
     np.testing.assert_allclose(curves(spec), alone, rtol=2e-4, atol=2e-5)
     np.testing.assert_allclose(tokens_read(spec), tokens_read(spec_of(base[0], "one", {}, **base[1])), atol=1)
     assert alone[0, 0] == pytest.approx(np.log(2), abs=1e-5) and alone[-1, 0] < 0.69
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_kto_is_the_same_at_any_number_of_ranks_and_accumulation(
+    ranks: Any, base: tuple[Path, dict[str, Any]], accumulation: int
+) -> None:
+    """Also its validation, and with the weights divided."""
+    parts = {key: value for key, value in base[1].items() if key != "dpo"} | {"objective": "kto"}
+    results = {}
+    for name in (None, "replicas", "shards", "tensors", "four"):
+        size, layout = LAYOUTS[name] if name else (1, {})
+        budget = {"steps": 5, "batch": 48 * 16, "micro_batch": 16 // (layout.get("dp_replicate", 1) * accumulation)}
+        if layout.get("dp_shard"):
+            budget["micro_batch"] //= layout["dp_shard"]
+        spec = spec_of(base[0], f"kto-{name}-{accumulation}", layout, **parts, budget=budget)
+        assert ranks(size, lambda spec=spec: train(spec).kind) == ["finished"] * size
+        held_out = json.loads((run_folder(spec) / "metrics" / "validation.jsonl").read_text().splitlines()[-1])
+        results[name] = np.append(curves(spec).ravel(), [held_out["loss"], held_out["kl"]])
+    assert results[None][0] == pytest.approx(0.5, abs=1e-5) and (results[None][8::6] != 0).all()  # kl
+    for name, curve in results.items():
+        np.testing.assert_allclose(curve, results[None], rtol=2e-4, atol=2e-5, err_msg=str(name))

@@ -43,8 +43,9 @@ class Pair:
 
 def make_pair(chosen: ChatRow, rejected: ChatRow) -> Pair:
     answers = [tuple(row.ids[row.weights > 0].tolist()) for row in (chosen, rejected)]
-    first, second = (tuple(row.ids[: int((row.weights > 0).argmax())].tolist()) for row in (chosen, rejected))
-    return Pair(chosen.place, tuple(chosen.ids[chosen.weights == 0].tolist()), *answers, (first, second))
+    prompts = [tuple(row.ids[: int((row.weights > 0).argmax())].tolist()) for row in (chosen, rejected)]
+    prompt = tuple(chosen.ids[chosen.weights == 0].tolist())
+    return Pair(chosen.place, prompt, answers[0], answers[1], (prompts[0], prompts[1]))
 
 
 def check_pairs(

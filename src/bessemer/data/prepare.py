@@ -287,7 +287,7 @@ def _fingerprint(
         content.append([columns, labels.model_dump(mode="json", exclude={"pool"})])
     if any(source.has_answers for source in data.sources.values()):
         content.append({name: source.columns for name, source in data.sources.items()})
-    more = {"ranked": [], "labels": []}
+    more: dict[str, list[str]] = {"ranked": [], "labels": []}
     for name, source in data.sources.items():
         if source.has_answers and "answers" in (source.columns or {}):
             more["ranked"] += [name, source.ranked]

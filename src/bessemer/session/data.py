@@ -233,8 +233,8 @@ def held_out_rows(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutS
                 for name, rows in packed.items()
             }
         return {
-            name: HeldOutSet(rows, rows.count * context, 1.0, mismatched=_mismatched(spec))
-            if (rows := _group_rows(spec, data, store, context)) is not None
+            name: HeldOutSet(groups, groups.count * context, 1.0, mismatched=_mismatched(spec))
+            if (groups := _group_rows(spec, data, store, context)) is not None
             else HeldOutSet.of_store(store, context)
             for name, store in data.validation.items()
         }
