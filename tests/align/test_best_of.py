@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from bessemer.align.best_of import Candidate, best_of_curve, best_rows, kl_bound, pair_rows
+from bessemer.align.best_of import ScoredAnswer, best_of_curve, best_rows, kl_bound, pair_rows
 
 
 def test_the_curve_is_the_mean_over_all_subsets() -> None:
     draw = random.Random(0)
-    groups = [[Candidate("x", draw.random(), held_out=draw.random()) for _ in range(6)] for _ in range(3)]
+    groups = [[ScoredAnswer("x", draw.random(), held_out=draw.random()) for _ in range(6)] for _ in range(3)]
     curve = best_of_curve(groups)
     assert [point.n for point in curve] == [1, 2, 4, 6]
     for point in curve:
@@ -29,13 +29,13 @@ def test_the_curve_is_the_mean_over_all_subsets() -> None:
 
 def test_rows_have_finished_answers_only() -> None:
     candidates = [
-        Candidate("good", 1.0),
-        Candidate("cut off", 5.0, finished=False),
-        Candidate(" ", 4.0),
-        Candidate("bad", 0.0),
+        ScoredAnswer("good", 1.0),
+        ScoredAnswer("cut off", 5.0, finished=False),
+        ScoredAnswer(" ", 4.0),
+        ScoredAnswer("bad", 0.0),
     ]
     (row,) = best_rows("q", candidates)
     assert (row["completion"], row["reward"]) == ("good", 1.0)
     (pair,) = pair_rows([{"role": "user", "content": "q"}], candidates)
     assert pair["chosen"] == [{"role": "assistant", "content": "good"}] and pair["rejected_reward"] == 0.0
-    assert not list(pair_rows("q", [Candidate("a", 1.0), Candidate("b", 1.0)])) and not list(best_rows("q", []))
+    assert not list(pair_rows("q", [ScoredAnswer("a", 1.0), ScoredAnswer("b", 1.0)])) and not list(best_rows("q", []))

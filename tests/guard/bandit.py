@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bessemer.guard.alarm import Alarm
-from bessemer.guard.answers import ScoredAnswer
+from bessemer.guard.answers import JudgedAnswer
 from bessemer.guard.detectors import Detectors
 from bessemer.spec.guard import GuardSpec
 
@@ -101,7 +101,7 @@ class Bandit:
         """Longer answers are better up to 31 words; far longer ones and "certainly" are worse."""
         return self.easy + self.value_KA[kinds, approach] + 0.15 - 0.15 * np.abs(length - 6) / 3 - 0.15 * tone
 
-    def train_step(self) -> tuple[dict[str, Any], list[ScoredAnswer]]:
+    def train_step(self) -> tuple[dict[str, Any], list[JudgedAnswer]]:
         rng, n, m = self.rng, self.prompts, self.samples
         kinds = np.repeat(rng.integers(KINDS, size=n), m)
         probabilities = [self.softmax(table)[kinds] for table in self.logits]
@@ -136,7 +136,7 @@ class Bandit:
         }  # fmt: skip
         texts = [self.text(*row) if self.texts else "" for row in zip(kinds, *choices, strict=True)]
         scored = [
-            ScoredAnswer(
+            JudgedAnswer(
                 i // m, f"question of kind {kinds[i]}", texts[i], int(LENGTHS[length[i]]), float(rewards.ravel()[i])
             )
             for i in range(n * m)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bessemer.guard.answers import ScoredAnswer, centered_ranks, measure_round, merge, text_feature
+from bessemer.guard.answers import JudgedAnswer, centered_ranks, measure_round, merge, text_feature
 from bessemer.guard.detectors import Detectors
 from bessemer.spec.guard import AlignmentSpec, GuardSpec
 
@@ -111,7 +111,7 @@ def test_a_resumed_run_raises_the_same_alarm():
 
 
 def answer(text, reward, group=0, prompt="why?"):
-    return ScoredAnswer(group, prompt, text, len(text.split()), reward)
+    return JudgedAnswer(group, prompt, text, len(text.split()), reward)
 
 
 def test_ranks_with_ties():

@@ -81,10 +81,10 @@ def running(models, limits=None, access=None, watcher=None) -> Iterator[SimpleNa
     from bessemer.serve.app import Access, make_app
     from bessemer.serve.metrics import ServerMetrics
     from bessemer.serve.models import ModelRegistry
-    from bessemer.serve.scheduler import Limits, Scheduler
+    from bessemer.serve.scheduler import QueueLimits, Scheduler
     from bessemer.serve.server import listen
 
-    scheduler = Scheduler(limits or Limits(), ServerMetrics())
+    scheduler = Scheduler(limits or QueueLimits(), ServerMetrics())
     registry = ModelRegistry(models, scheduler)
     app = make_app(registry, scheduler, access or Access(), watcher and watcher(registry))
     listener = listen("127.0.0.1", 0)

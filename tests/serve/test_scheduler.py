@@ -18,7 +18,7 @@ from bessemer.errors import UserError
 from bessemer.model.generate import Request, Sampling
 from bessemer.serve.metrics import ServerMetrics
 from bessemer.serve.models import ModelOptions, load_served
-from bessemer.serve.scheduler import InferenceJob, Limits, Scheduler
+from bessemer.serve.scheduler import InferenceJob, QueueLimits, Scheduler
 from bessemer.serve.server import ServeOptions, listen, serve
 
 
@@ -49,7 +49,7 @@ def admitted(scheduler, backend, count=1):
 
 @pytest.fixture
 def scheduled():
-    scheduler, backend = Scheduler(Limits(), ServerMetrics()), Recorder(2)
+    scheduler, backend = Scheduler(QueueLimits(), ServerMetrics()), Recorder(2)
     scheduler.set_backend("m", backend)
 
     def queue(client, name, samples=1):
@@ -95,7 +95,7 @@ LONG = {"prompt": "x", "max_tokens": 400, "temperature": 1, "stop": "\0\0"}
 
 @pytest.fixture
 def small(folder):
-    limits = Limits(queue=3, client_queue=3)
+    limits = QueueLimits(queue=3, client_queue=3)
     model = load_served("tiny", folder, ModelOptions(device="cpu", slots=1))
     loaded = model.loaded
     object.__setattr__(loaded, "format", loaded.format.__class__((), (), 0, frozenset({999})))  # answers never end
@@ -136,7 +136,7 @@ def test_a_client_that_leaves_frees_its_slot(small):
 
 def test_a_cancelled_job_is_not_stepped_again(folder):
     model = load_served("tiny", folder, ModelOptions(device="cpu", slots=1))
-    scheduler = Scheduler(Limits(), ServerMetrics())
+    scheduler = Scheduler(QueueLimits(), ServerMetrics())
     scheduler.set_backend("tiny", model.backend)
     job = InferenceJob("tiny", "a", Request([1, 2], 50, Sampling(), frozenset()))
     model.backend.start(job)
@@ -163,7 +163,7 @@ def test_a_full_queue_is_refused_and_told_when_to_retry(small):
 def test_a_job_that_waits_too_long(folder):
     model = load_served("tiny", folder, ModelOptions(device="cpu", slots=1))
     model.loaded.__dict__["stop_ids"] = frozenset({999})
-    with running([model], Limits(queue_s=0.01, request_s=2.0)) as server:
+    with running([model], QueueLimits(queue_s=0.01, request_s=2.0)) as server:
         first = threading.Thread(target=post, args=(server, LONG))
         first.start()
         wait_until(lambda: server.scheduler.load()["running"] == 1)
@@ -192,7 +192,7 @@ def test_keys_hosts_and_bodies(folder):
 
     model = load_served("tiny", folder, ModelOptions(device="cpu"))
     access = Access(keys=("secret", "other"), origins=("http://app.test",), local_only=False)
-    with running([model], Limits(body_bytes=1000), access) as server:
+    with running([model], QueueLimits(body_bytes=1000), access) as server:
         for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):
             response = httpx.get(server.url + path)
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"

@@ -231,6 +231,12 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
             "tasks": "those of pre-training",
         },
     ),
+    ({"reward__heads": 2}, {"reward": "has no effect with objective: pretrain"}),
+    ({"rl__prompts": 8}, {"rl": "has no effect with objective: pretrain"}),
+    (
+        {"data__sources": {"rows": {"path": "rows.jsonl", "columns": {"prompt": "question"}}}},
+        {"data.sources.rows.columns": "a prompt needs completion"},
+    ),
     ({"adapter": "lora"}, {"adapter": "needs trained weights to adapt"}),
     ({"classify": {"labels": ["a", "b"]}}, {"classify": "has no effect with objective: pretrain"}),
     ({"objective": "classify"}, {"classify": "missing: write for example"}),

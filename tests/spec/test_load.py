@@ -173,7 +173,7 @@ def test_mistakes_on_the_command_line_are_told_with_the_setting(spec_file: Path)
         "--set seed=x: seed: expected a whole number, got 'x'; write seed: 0 (seed of all random draws)",
         "--set optimizer={lr: high}: optimizer.lr: expected a number such as 3e-4, got 'high'",
         "--set data.sources.web.w=1: data.sources.web.w: unknown key; known keys: "
-        "path, format, text_field, id_field, url_field, messages_field, columns, chat_format, message_weights, "
+        "path, format, text_field, id_field, url_field, messages_field, columns, ranked, chat_format, message_weights, "
         "include, exclude, storage, clean, weight, domain, max_epochs",
         "--set noequals: write it as key=value, such as --set optimizer.lr=3e-4",
     ]

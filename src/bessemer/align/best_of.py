@@ -19,7 +19,7 @@ Prompt = str | Sequence[Message]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScoredAnswer:
     """A sampled answer. `held_out` is what another reward gives it."""
 
     text: str
@@ -51,7 +51,7 @@ def kl_bound(n: int) -> float:
     return math.log(n) - (n - 1) / n
 
 
-def best_of_curve(prompts: Sequence[Sequence[Candidate]]) -> list[CurvePoint]:
+def best_of_curve(prompts: Sequence[Sequence[ScoredAnswer]]) -> list[CurvePoint]:
     """Points at n = 1, 2, 4, ... and the number of samples, which is the same for every prompt."""
     samples = len(prompts[0])
     ranked = [sorted(candidates, key=lambda candidate: candidate.reward) for candidates in prompts]
@@ -101,14 +101,14 @@ def curve_json(curve: Sequence[CurvePoint]) -> list[dict[str, Any]]:
     return [{key: value for key, value in asdict(point).items() if value is not None} for point in curve]
 
 
-def best_rows(prompt: Prompt, candidates: Sequence[Candidate]) -> Iterator[dict[str, Any]]:
+def best_rows(prompt: Prompt, candidates: Sequence[ScoredAnswer]) -> Iterator[dict[str, Any]]:
     """A row for `objective: sft` with the best finished answer; none without one."""
     if usable := _usable(candidates):
         best = max(usable, key=lambda candidate: candidate.reward)
         yield {"prompt": prompt, "completion": _answer(prompt, best), "reward": best.reward, "std": best.std}
 
 
-def pair_rows(prompt: Prompt, candidates: Sequence[Candidate]) -> Iterator[dict[str, Any]]:
+def pair_rows(prompt: Prompt, candidates: Sequence[ScoredAnswer]) -> Iterator[dict[str, Any]]:
     """A row for `objective: dpo` or `reward` with the best and the worst finished answer; none if all are worth the
     same."""
     usable = sorted(_usable(candidates), key=lambda candidate: candidate.reward)
@@ -120,11 +120,11 @@ def pair_rows(prompt: Prompt, candidates: Sequence[Candidate]) -> Iterator[dict[
         }  # fmt: skip
 
 
-def _usable(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _usable(candidates: Sequence[ScoredAnswer]) -> list[ScoredAnswer]:
     """An answer without an end or a word would teach the same."""
     return [candidate for candidate in candidates if candidate.finished and candidate.text.strip()]
 
 
-def _answer(prompt: Prompt, candidate: Candidate) -> str | list[Message]:
+def _answer(prompt: Prompt, candidate: ScoredAnswer) -> str | list[Message]:
     """In the form of the prompt: a text, or messages."""
     return candidate.text if isinstance(prompt, str) else [{"role": "assistant", "content": candidate.text}]

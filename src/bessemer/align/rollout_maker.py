@@ -32,7 +32,7 @@ from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
 from bessemer.align.rollouts import Floats, Rollout, Round, positions_key, sample_numbers
 from bessemer.align.sampler import Answers, Sampler
 from bessemer.errors import UserError
-from bessemer.guard.answers import ScoredAnswer
+from bessemer.guard.answers import JudgedAnswer
 from bessemer.parallel.shard import free_gathered_weights
 from bessemer.spec.rl import ADVANTAGES, GENERATOR, OLD, REF, RETURNS, VALUES, RlSpec
 from bessemer.train.compile import compute_in, use_tf32
@@ -275,10 +275,10 @@ class RolloutMaker:
                 numbers["prompts_drawn"] = float(made.drawn)
         return {name: round(value, 6) for name, value in numbers.items()}
 
-    def _scored_answers(self, stream: RolloutStream, made: Round) -> list[ScoredAnswer]:
+    def _scored_answers(self, stream: RolloutStream, made: Round) -> list[JudgedAnswer]:
         """The round as the guard reads it."""
         return [
-            ScoredAnswer(
+            JudgedAnswer(
                 number // made.group, self.sources[stream.names[sample.source]].prompts[sample.sequence].text,
                 sample.text, int(sample.tokens.size), sample.reward,
             )

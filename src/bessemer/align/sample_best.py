@@ -12,7 +12,15 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from bessemer.align.best_of import Candidate, best_of_curve, best_rows, curve_chart, curve_json, curve_lines, pair_rows
+from bessemer.align.best_of import (
+    ScoredAnswer,
+    best_of_curve,
+    best_rows,
+    curve_chart,
+    curve_json,
+    curve_lines,
+    pair_rows,
+)
 from bessemer.align.reward_model import RewardModel
 from bessemer.align.rewards.reward import Sample, make_rewards
 from bessemer.align.scored_rows import check_new_file
@@ -67,10 +75,10 @@ def model_scorer(place: Path, device: str = "auto") -> Scorer:
 def sample_candidates(
     loaded: LoadedModel, rows: Sequence[PromptRow], settings: AnswerSettings, reward: Scorer,
     held_out: Scorer | None = None, report: ProgressReport = silent,
-) -> Iterator[list[Candidate]]:  # fmt: skip
+) -> Iterator[list[ScoredAnswer]]:  # fmt: skip
     """The scored samples of each prompt. A text is a turn of the user for a model with a chat template, and a beginning
     to continue for others."""
-    answers = answer_all(loaded, [_as_asked(row.prompt, loaded) for row in rows], settings)
+    answers = answer_all(loaded, [_as_conversation(row.prompt, loaded) for row in rows], settings)
     for first in range(0, len(rows), CHUNK):
         samples, finished = [], []
         for number, row in enumerate(rows[first : first + CHUNK], first):
@@ -82,13 +90,13 @@ def sample_candidates(
         scores = reward(samples)
         others: Sequence[tuple[float | None, float]] = held_out(samples) if held_out else [(None, 0.0)] * len(samples)
         candidates = [
-            Candidate(sample.completion, mean, std, ended, other)
+            ScoredAnswer(sample.completion, mean, std, ended, other)
             for sample, (mean, std), ended, (other, _) in zip(samples, scores, finished, others, strict=True)
         ]
         yield from (candidates[k : k + settings.samples] for k in range(0, len(candidates), settings.samples))
 
 
-def _as_asked(prompt: Prompt, loaded: LoadedModel) -> Prompt:
+def _as_conversation(prompt: Prompt, loaded: LoadedModel) -> Prompt:
     if isinstance(prompt, str) and loaded.template not in (None, "none"):
         return [{"role": "user", "content": prompt}]
     return prompt

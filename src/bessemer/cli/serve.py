@@ -53,12 +53,12 @@ def serve(
     if watch is not None and (checkpoint != "last" or adapter):
         raise UserError("--watch serves the newest checkpoint: leave out --checkpoint and --adapter")
     from bessemer.serve.models import ModelOptions
-    from bessemer.serve.scheduler import Limits
+    from bessemer.serve.scheduler import QueueLimits
     from bessemer.serve.server import ServeOptions
     from bessemer.serve.server import serve as run_server
 
     options = ModelOptions(checkpoint, device, template, slots, context, draft, compiled)
-    limits = Limits(
+    limits = QueueLimits(
         queue=queue, client_queue=max(1, queue // 2), queue_s=queue_seconds, request_s=request_seconds,
         max_tokens=max_tokens,
     )  # fmt: skip

@@ -180,11 +180,11 @@ class AlignmentDetector:
                 evidence[name] = asdict(share)
         for name in (name for name in self.blocks[-1] if name.startswith("reward_")):
             means = smoothed(column(self.blocks, name))
-            whole = change(self.blocks, name)
-            if not any(part in name for part in FORMATS) or whole is None:
+            trend = change(self.blocks, name)
+            if not any(part in name for part in FORMATS) or trend is None:
                 continue
             best = max(means)
-            fall = Change(best, means[-1], whole.noise)
+            fall = Change(best, means[-1], trend.noise)
             if fall.fell and -fall.size > FORMAT_FALL * max(abs(best), best - min(means)):
                 symptoms.append(f"{name} fell from {best:.3g} to {means[-1]:.3g}")
                 evidence[name] = asdict(fall)

@@ -26,7 +26,7 @@ GramSums = dict[str, list[float]]  # gram -> answers that contain it, and its su
 
 
 @dataclass(frozen=True)
-class ScoredAnswer:
+class JudgedAnswer:
     """A sampled answer of a training round. Answers to the same prompt share their `group`."""
 
     group: int
@@ -46,9 +46,9 @@ def word_grams(text: str) -> set[str]:
     return {*words, *(" ".join(words[i : i + GRAM]) for i in range(len(words) - GRAM + 1))}
 
 
-def by_group(answers: Sequence[ScoredAnswer]) -> list[list[ScoredAnswer]]:
+def by_group(answers: Sequence[JudgedAnswer]) -> list[list[JudgedAnswer]]:
     """Answers to the same prompt, at most MAX_ANSWERS in all; one group if every prompt has a single answer."""
-    groups: defaultdict[int, list[ScoredAnswer]] = defaultdict(list)
+    groups: defaultdict[int, list[JudgedAnswer]] = defaultdict(list)
     for answer in answers:
         groups[answer.group].append(answer)
     if all(len(group) == 1 for group in groups.values()):
@@ -80,7 +80,7 @@ def centered(values: Sequence[float]) -> list[float]:
     return [value - mean for value in values]
 
 
-def measure_round(answers: Sequence[ScoredAnswer], top_reward: float) -> tuple[Sums, GramSums]:
+def measure_round(answers: Sequence[JudgedAnswer], top_reward: float) -> tuple[Sums, GramSums]:
     """The sums of a round, which add up over rounds. `top_reward` is the highest reward of the run so far."""
     sums: Counter[str] = Counter()
     groups = by_group(answers)
@@ -121,9 +121,9 @@ def merge(sums: Sums, grams: GramSums, more: tuple[Sums, GramSums]) -> None:
         grams[gram] = [a + b for a, b in zip(grams[gram], entry, strict=True)] if gram in grams else entry
 
 
-def best_answers(answers: Sequence[ScoredAnswer]) -> list[dict[str, Any]]:
+def best_answers(answers: Sequence[JudgedAnswer]) -> list[dict[str, Any]]:
     """The answers with the highest rewards, shortened."""
-    best: dict[str, ScoredAnswer] = {}
+    best: dict[str, JudgedAnswer] = {}
     for answer in sorted(answers, key=lambda answer: -answer.reward):
         best.setdefault(answer.text, answer)
         if len(best) == TOP:

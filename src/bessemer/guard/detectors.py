@@ -12,7 +12,7 @@ from typing import Any
 
 from bessemer.guard.alarm import BLOCK, Alarm, Record, Severity, StepBlock, debounce, make_alarm
 from bessemer.guard.alignment import POLICIES, AlignmentDetector
-from bessemer.guard.answers import ScoredAnswer
+from bessemer.guard.answers import JudgedAnswer
 from bessemer.guard.hacking import HackingDetector
 from bessemer.guard.layer_stats import LayerDetector
 from bessemer.guard.losses import (
@@ -114,7 +114,7 @@ class Detectors:
         """Checks the record of a validation."""
         return self.overfitting.validation(record, self.divergence.level()) + self.alignment.validation(record)
 
-    def round(self, answers: Sequence[ScoredAnswer]) -> None:
+    def round(self, answers: Sequence[JudgedAnswer]) -> None:
         """Takes the sampled answers of a round, before its first step. The same on all ranks."""
         self.hacking.round(answers)
 

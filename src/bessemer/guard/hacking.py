@@ -24,7 +24,7 @@ from bessemer.guard.alarm import Alarm, Severity, debounce, make_alarm
 from bessemer.guard.answers import (
     Feature,
     GramSums,
-    ScoredAnswer,
+    JudgedAnswer,
     Sums,
     best_answers,
     measure_round,
@@ -67,7 +67,7 @@ class HackingDetector:
     since: int = -1  # step at which they began
     active: dict[str, int] = field(default_factory=dict)
 
-    def round(self, answers: Sequence[ScoredAnswer]) -> None:
+    def round(self, answers: Sequence[JudgedAnswer]) -> None:
         """Adds the answers of a round."""
         answers = [answer for answer in answers if math.isfinite(answer.reward)]
         if not answers:
@@ -183,9 +183,9 @@ class HackingDetector:
 
     def judge_state(self, blocks: Sequence[Block], name: str) -> tuple[str, Change | None]:
         """Whether a judge falls from its best, rises, or neither."""
-        fall, whole = fall_from_best(blocks, name), change(blocks, name)
+        fall, trend = fall_from_best(blocks, name), change(blocks, name)
         values = column(blocks, name)
-        if fall is None or whole is None:
+        if fall is None or trend is None:
             return "", whole
         since_best, at = fall
         reward = [block["reward"] for block in blocks if "reward" in block]

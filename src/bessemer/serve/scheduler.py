@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Limits:
+class QueueLimits:
     """What the server accepts."""
 
     queue: int = 512  # jobs that wait
@@ -91,7 +91,7 @@ class Backend(Protocol):
 class Scheduler:
     """Call `start` once; `submit`, `cancel` and `updates` in the event loop."""
 
-    def __init__(self, limits: Limits, metrics: ServerMetrics) -> None:
+    def __init__(self, limits: QueueLimits, metrics: ServerMetrics) -> None:
         self.limits, self.metrics = limits, metrics
         self.backends: dict[str, Backend] = {}
         self._waiting: dict[str, deque[InferenceJob]] = {}  # by client

@@ -14,7 +14,7 @@ from typing import Any
 
 from bessemer.errors import UserError
 from bessemer.serve.models import ModelOptions, ModelRegistry, RunWatcher, ServedModel, load_adapter, load_served
-from bessemer.serve.scheduler import Limits, Scheduler
+from bessemer.serve.scheduler import QueueLimits, Scheduler
 
 API_KEYS = "BESSEMER_API_KEYS"
 
@@ -33,7 +33,7 @@ class ServeOptions:
     anonymous: bool = False
     drain_s: int = 60
     options: ModelOptions = field(default_factory=ModelOptions)
-    limits: Limits = field(default_factory=Limits)
+    limits: QueueLimits = field(default_factory=QueueLimits)
 
 
 def serve(request: ServeOptions) -> None:

@@ -21,7 +21,7 @@ from bessemer.run.directory import Run, mean_loss
 from bessemer.run.journal import to_number
 from bessemer.spec.load import dump_spec
 from bessemer.spec.quantity import human_count, human_time
-from bessemer.spec.stages import Chain, Stage
+from bessemer.spec.stages import Chain, ChainStage
 from bessemer.storage import write_atomic
 
 REPORT = "report.md"
@@ -71,7 +71,7 @@ def _ended(title: str, code: int) -> int:
     return code if code > 0 else 128 - code
 
 
-def make_arguments(chain: Chain, stage: Stage) -> list[str]:
+def make_arguments(chain: Chain, stage: ChainStage) -> list[str]:
     """The arguments of `align best` for the rows of a stage; none if it makes none. Each stage has its own seed."""
     if stage.make is None:
         return []
@@ -86,7 +86,7 @@ def make_arguments(chain: Chain, stage: Stage) -> list[str]:
     ]  # fmt: skip
 
 
-def make_rows(chain: Chain, stage: Stage, anew: bool) -> int:
+def make_rows(chain: Chain, stage: ChainStage, anew: bool) -> int:
     """Samples the rows of a stage from the model that it starts from, once, in a process of its own: its exit code. The
     summary lies beside the rows, for the report."""
     assert stage.make is not None
@@ -113,7 +113,7 @@ def make_rows(chain: Chain, stage: Stage, anew: bool) -> int:
     return children[0].returncode
 
 
-def made_summary(chain: Chain, stage: Stage) -> dict[str, Any]:
+def made_summary(chain: Chain, stage: ChainStage) -> dict[str, Any]:
     """What `align best` printed of the rows of a stage; empty before it."""
     path = chain.made_rows(stage.name).with_suffix(".json")
     summary: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -130,19 +130,19 @@ def describe_made(summary: dict[str, Any]) -> list[str]:
     ]
 
 
-def is_finished(chain: Chain, stage: Stage) -> bool:
+def is_finished(chain: Chain, stage: ChainStage) -> bool:
     begun = (stage.run / "events.jsonl").exists()
     return begun and has_settings(chain, stage) and Run(stage.run).state == "finished"
 
 
-def has_settings(chain: Chain, stage: Stage) -> bool:
+def has_settings(chain: Chain, stage: ChainStage) -> bool:
     """Whether the stage was last started with these settings."""
     path = chain.spec_file(stage)
     same_rows = made_summary(chain, stage).get("arguments", []) == make_arguments(chain, stage)
     return path.exists() and path.read_text() == dump_spec(stage.spec) and same_rows
 
 
-def _export(chain: Chain, stage: Stage) -> None:
+def _export(chain: Chain, stage: ChainStage) -> None:
     """The stage's model as a folder, once."""
     out = chain.model_folder(stage.name)
     if out.exists():

@@ -16,7 +16,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     ),
     "name": ("run_name wandb_run_name experiment_name overwrite_output_dir job", ""),
     "seed": ("random_seed data_seed manual_seed", ""),
-    "objective": ("stage finetuning_type rl rl_algorithm training_type", ""),
+    "objective": ("stage finetuning_type rl_algorithm training_type", ""),
     "model.hf": (
         "model_name_or_path base_model base_model_config model_name pretrained_model_name_or_path checkpoint_dir "
         "hf_assets_path model_id model_type",

@@ -63,7 +63,7 @@ class MakeSpec(SpecSection):
 
 
 @dataclass(frozen=True)
-class Stage:
+class ChainStage:
     """`needs`: the stages whose models it uses."""
 
     name: str
@@ -81,9 +81,9 @@ class Chain:
     """`folder` holds the stages' specs and models and the report."""
 
     folder: Path
-    stages: list[Stage]
+    stages: list[ChainStage]
 
-    def spec_file(self, stage: Stage) -> Path:
+    def spec_file(self, stage: ChainStage) -> Path:
         return self.folder / STAGES / f"{stage.name}.yaml"
 
     def model_folder(self, name: str) -> Path:
@@ -128,7 +128,7 @@ def load_chain(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Chain
     return chain
 
 
-def _load(chain: Chain, document: YamlDocument, run: str, name: str, source: str, overrides: Any) -> Stage:
+def _load(chain: Chain, document: YamlDocument, run: str, name: str, source: str, overrides: Any) -> ChainStage:
     needs = [] if source == MODEL else [source]
     for override in overrides:
         apply_override(document, override)
@@ -159,7 +159,7 @@ def _load(chain: Chain, document: YamlDocument, run: str, name: str, source: str
         )
     if unknown := [need for need in needs if need not in [stage.name for stage in chain.stages]]:
         raise SpecError([f"{document.name}: {_REFERENCE}{unknown[0]}: no earlier stage has that name"])
-    return Stage(name, spec, tuple(dict.fromkeys(needs)), make)
+    return ChainStage(name, spec, tuple(dict.fromkeys(needs)), make)
 
 
 def _make(chain: Chain, document: YamlDocument, name: str) -> MakeSpec | None:
