@@ -27,7 +27,10 @@ def test_no_foreign_name_is_listed_twice_or_is_a_section_of_ours() -> None:
     names = [name for foreign, _ in hints.FOREIGN.values() for name in foreign.split()]
     assert len(names) == len(set(names)) > 200
     ours = {key for section in ("", *RunSpec.model_fields) for key in _fields_at((section,) if section else ()) or {}}
-    assert ours & set(names) == {"deepspeed", "max_tokens"}  # elsewhere a path and the length of a run, here of the section rl
+    assert ours & set(names) == {
+        "deepspeed",
+        "max_tokens",
+    }  # elsewhere a path and the length of a run, here of the section rl
 
 
 @pytest.mark.parametrize(
