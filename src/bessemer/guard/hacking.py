@@ -186,13 +186,13 @@ class HackingDetector:
         fall, trend = fall_from_best(blocks, name), change(blocks, name)
         values = column(blocks, name)
         if fall is None or trend is None:
-            return "", whole
+            return "", trend
         since_best, at = fall
         reward = [block["reward"] for block in blocks if "reward" in block]
         gained = reward[-1] > reward[min(at, len(reward) - 1)]
         if since_best.fell and -since_best.size > JUDGE_FALL * (max(values) - min(values)) and gained:
             return "falls", since_best
-        return ("rises" if whole.rose else ""), whole
+        return ("rises" if trend.rose else ""), trend
 
     def judge_best(self, blocks: Sequence[Block], name: str) -> float:
         fall = fall_from_best(blocks, name)
