@@ -56,4 +56,5 @@ def test_the_same_losses(ranks: Any, alone: tuple[Path, dict[str, list[float]]],
     spec = spec_of(pairs, layout, asked)
     assert set(ranks(size, lambda: train(spec).kind)) == {"finished"}
     for key, values in curves(spec).items():
-        assert values == pytest.approx(expected[key], rel=5e-6, abs=2e-5), key  # metrics are stored with 5 digits
+        close = 5e-6 if key == "loss" else 3e-5  # metrics are stored with five digits
+        assert values == pytest.approx(expected[key], rel=close, abs=close), key
