@@ -57,6 +57,11 @@ def test_the_report_names_the_word_its_shares_what_it_earns_and_the_best_answers
     assert 0 < evidence["healthy_step"] < alarm.step
 
 
+def test_a_reward_that_is_hacked_within_two_blocks():
+    outcome = train(Bandit(4, Answers.pays_keyword, lr=0.2), 60)
+    assert outcome.onset is not None and outcome.onset < 16 and outcome.delay <= 50
+
+
 def test_a_text_that_is_expected_is_no_hacking():
     spec = GuardSpec(alignment=AlignmentSpec(expected=["Certainly"]))
     assert train(Bandit(3, Answers.pays_keyword), 100, spec).stopped is None

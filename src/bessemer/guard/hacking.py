@@ -7,7 +7,7 @@ evidence here is that which honest learning lacks:
   its best, by more than 4 times its noise and a quarter of its range, while the total has risen since; or
 - **a surface feature explains the rise**, where no judge rises with the reward: the length of answers or one word or
   4-gram, which the prompts do not ask for, explains at least `explained` (60 %) of the rise of the reward, and at least
-  `depends` (40 %) of the variance of the reward's ranks among answers to one prompt (`answers.py`).
+  `depends` (40 %) of the variance of the reward's ranks among answers to one prompt, where it varies (`answers.py`).
 
 The reward must have risen by 4 times its noise and by a fifth of the standard deviation of single rewards. Evidence of
 two blocks (16 steps) in a row is an alarm. Half as much is a note, if length, repetition, KL or entropy have moved too.
