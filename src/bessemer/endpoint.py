@@ -27,7 +27,7 @@ from bessemer.storage import backoff_s
 RETRIED_STATUSES = {408, 429, 500, 502, 503, 504}
 MAX_ANSWER_BYTES = 64 << 20
 LONGEST_WAIT_S = 600.0
-_EXCERPT_CHARS = 200
+EXCERPT_CHARS = 200
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -35,9 +35,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class RequestFailed(Exception):
@@ -57,15 +54,16 @@ class Stopped(Exception):
 def post_json(url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> bytes:
     """One POST request. Raises RequestFailed."""
     headers = {"Content-Type": "application/json", "User-Agent": "bessemer", **headers}
+    opener = urllib.request.build_opener(_NoRedirect)  # reads the proxies of the environment
     try:
-        with _OPENER.open(urllib.request.Request(url, body, headers, method="POST"), timeout=timeout_s) as answer:
+        with opener.open(urllib.request.Request(url, body, headers, method="POST"), timeout=timeout_s) as answer:
             data: bytes = answer.read(MAX_ANSWER_BYTES)
             return data
     except urllib.error.HTTPError as error:
         with error:
-            text = error.read(MAX_ANSWER_BYTES)[: 4 * _EXCERPT_CHARS].decode(errors="replace")
+            text = error.read(MAX_ANSWER_BYTES)[: 4 * EXCERPT_CHARS].decode(errors="replace")
         why = f"status {error.code}" + (f" ({shorten(text)})" if text.strip() else "")
-        pause_s = _parse_retry_after(error.headers.get("Retry-After"))
+        pause_s = parse_retry_after(error.headers.get("Retry-After"))
         location = error.headers.get("Location", "another place")
         raise RequestFailed(why, error.code in RETRIED_STATUSES, pause_s, error.code, location) from error
     except (OSError, http.client.HTTPException) as error:  # no connection, or no complete answer
@@ -75,7 +73,7 @@ def post_json(url: str, body: bytes, headers: Mapping[str, str], timeout_s: floa
         raise RequestFailed(f"no answer ({reason or type(error).__name__})", again=True) from error
 
 
-def _parse_retry_after(value: str | None) -> float | None:
+def parse_retry_after(value: str | None) -> float | None:
     """Seconds, from a number of them or a date."""
     try:
         if value is not None and value.strip().endswith("GMT"):
@@ -112,7 +110,7 @@ def shown_url(url: str) -> str:
 
 def shorten(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "..."
+    return text if len(text) <= EXCERPT_CHARS else text[:EXCERPT_CHARS] + "..."
 
 
 def pause(wait_s: float, stop: threading.Event) -> None:
@@ -201,7 +199,7 @@ class Endpoint:
                 raise TypeError("content is no text")
             return ChatCompletion(text, choice.get("finish_reason") != "length")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            excerpt = shorten(data[: 4 * _EXCERPT_CHARS].decode(errors="replace"))
+            excerpt = shorten(data[: 4 * EXCERPT_CHARS].decode(errors="replace"))
             raise self._failed(f"no chat completion in its answer ({error}): {excerpt}; check url", key) from error
 
     def _failed(self, why: str, key: str) -> UserError:

@@ -22,6 +22,7 @@ from typing import Any
 from bessemer.errors import UserError
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
+_WALL = 4.0  # times the limit of processor time
 _GRACE_S = 30.0  # for the start of the child on a busy machine
 _VISIBLE = (
     "/usr", "/bin", "/sbin", "/lib", "/lib64", "/nix/store", "/gnu/store", "/etc/ld.so.cache", "/etc/alternatives",
@@ -31,8 +32,9 @@ _VISIBLE = (
 
 @dataclass(frozen=True)
 class Limits:
-    """`memory_bytes` bounds each process, and with isolation all together; `file_bytes` bounds each file, output too,
-    and `folder_bytes` all of them. `isolate`: refuse to run where isolation is not possible."""
+    """`time_s` bounds the time of the processor, so that a busy machine fails no program; a program that waits has four
+    times as long. `memory_bytes` bounds each process, and with isolation all together; `file_bytes` bounds each file,
+    output too, and `folder_bytes` all of them. `isolate`: refuse to run where isolation is not possible."""
 
     time_s: float = 5.0
     memory_bytes: int = 512 * 2**20
@@ -109,7 +111,8 @@ def _config(code: str, limits: Limits, packages: bool, folder: Path) -> dict[str
     for name in ("root", "work"):
         (folder / name).mkdir()
     return {
-        **asdict(limits), "code": code, "visible": visible, "root": str(folder / "root"), "work": str(folder / "work"),
+        **asdict(limits), "wall_s": _WALL * limits.time_s, "code": code, "visible": visible,
+        "root": str(folder / "root"), "work": str(folder / "work"),
         "command": [interpreter, "-I", "-B", *([] if packages else ["-S"])],
     }  # fmt: skip
 
@@ -129,7 +132,7 @@ def _run_child(
         )  # fmt: skip
         os.close(writer)
         try:
-            process.wait(limits.time_s + _GRACE_S)
+            process.wait(_WALL * limits.time_s + _GRACE_S)
         except subprocess.TimeoutExpired:
             pass
         finally:

@@ -131,6 +131,7 @@ def _supervise(config: Config, folder: str, uid: int | None) -> dict[str, Any]:
     """Starts the code and ends it and all its processes at the limits."""
     isolated = config["isolate"]
     enforced = ["time", "file size"] + (["network", "files", "processes"] if isolated else [])
+    code: int | None = None
     start_s, worker = time.monotonic(), os.fork()
     if worker == 0:
         try:
@@ -145,11 +146,12 @@ def _supervise(config: Config, folder: str, uid: int | None) -> dict[str, Any]:
             code = os.waitstatus_to_exitcode(wait_status)
             status = "timeout" if code == -signal.SIGXCPU else "ended"
             break
-        if time.monotonic() - start_s > config["time_s"]:
-            status, code = "timeout", None
+        resident_bytes, cpu_s = _usage() if isolated else (0, 0.0)
+        if cpu_s > config["time_s"] or time.monotonic() - start_s > config["wall_s"]:
+            status = "timeout"
             break
-        if isolated and _resident_bytes() > config["memory_bytes"]:
-            status, code = "memory", None
+        if resident_bytes > config["memory_bytes"]:
+            status = "memory"
             break
         time.sleep(min(_POLL_S, 0.002 + (time.monotonic() - start_s) / 10))
     _kill_all(worker, isolated)
@@ -216,18 +218,21 @@ def _kill_all(worker: int, isolated: bool) -> None:
             return
 
 
-def _resident_bytes() -> int:
-    """Memory of all processes in this table but this one, without what they share with files."""
-    pages = 0
+def _usage() -> tuple[int, float]:
+    """Of all processes in this table but this one: memory without what they share with files, and time of the
+    processor, that of ended children included."""
+    pages, ticks = 0, 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
             try:
                 with open(f"/proc/{name}/statm") as file:
                     _, resident, shared = file.read().split()[:3]
+                with open(f"/proc/{name}/stat") as file:
+                    ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:15]))
                 pages += int(resident) - int(shared)
             except OSError:  # it has ended
                 continue
-    return pages * resource.getpagesize()
+    return pages * resource.getpagesize(), ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _libc() -> Any:

@@ -135,9 +135,13 @@ def test_adapters_compare_with_the_model_without_them(base: tuple[Path, Path, Pa
         ({"objective": {"dpo": {"loss": "ipo"}}, "dpo": {"loss": "ipo"}}, "objective: expected text"),
         ({"data": {"sources": {"a": {"path": "x.jsonl", "messages_field": "m"}}}}, "dpo compares two answers"),
         ({"models": {"reference": {"path": "runs/base", "train": True}}}, "the reference is a frozen language model"),
+        ({"dpo": {"reference": "stored"}, "data": {"sources": {"a": "x.jsonl"}, "noise": {"replace": 0.1}}},
+         "noise changes the answers at every step: write live"),
+        ({"dpo": {"share_prefix": True}, "data": {"sources": {"a": "x.jsonl"}, "noise": {"replace": 0.1}}},
+         "noise would differ between prompts"),
         ({"parallel": {"cp": 2}}, "summed over complete rows: write cp: 1"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_have_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     sources = {"pairs": {"path": "pairs.jsonl", "columns": COLUMNS}}
     spec = {"model": "1M", "objective": "dpo", "data": {"sources": sources}, "budget": {"steps": 1}, **change}

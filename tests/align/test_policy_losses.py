@@ -182,7 +182,7 @@ def aggregate(name: Any, losses: Tensor, mask: Tensor, max_tokens: int) -> Tenso
 def test_aggregation_is_the_formula_and_splits(name: str) -> None:
     losses, _ = policy_loss("clip", make_tokens())
     mask = make_tokens().mask
-    rows = [(float(losses[i].sum()), int(mask[i].sum())) for i in range(B)]
+    rows = [(float(losses[i].detach().sum()), int(mask[i].sum())) for i in range(B)]
     expected = {
         "token": sum(total for total, _ in rows) / sum(count for _, count in rows),
         "sequence": sum(total / count for total, count in rows) / B,

@@ -1,4 +1,4 @@
-"""Rounds of rollouts: storage, packing into batches, the objective's loss and gradients, and PPO's advantages by hand."""
+"""Rounds of rollouts: storage, packing, the objective's loss and gradients, and PPO's advantages by hand."""
 
 from collections import deque
 from pathlib import Path
@@ -14,7 +14,7 @@ from bessemer.align.policy import PolicyGradient
 from bessemer.align.prompts import Prompt, PromptRows, hold_out, read_prompts
 from bessemer.align.rollout_maker import RolloutMaker
 from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
-from bessemer.align.rollouts import Round, RoundStore, Sample, positions_key, repeated_ngrams, sample_numbers
+from bessemer.align.rollouts import Rollout, Round, RoundStore, positions_key, repeated_ngrams, sample_numbers
 from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, StreamOrder
 from bessemer.errors import UserError
 from bessemer.model.transformer import Decoder, build_model
@@ -28,14 +28,15 @@ VOCAB, CONTEXT, GROUP = 40, 24, 4
 SHAPE = model_shape(ModelSpec(width=32, layers=2, heads=4, kv_heads=2, ffn=64), vocab=VOCAB)
 
 
-def samples(count: int, seed: int = 0) -> list[Sample]:
+def samples(count: int, seed: int = 0) -> list[Rollout]:
     draw = np.random.default_rng(seed)
     made = []
     for number in range(count):
         prompt, tokens = (draw.integers(1, VOCAB, draw.integers(2, 8)) for _ in range(2))
-        sample = Sample(
+        sample = Rollout(
             number // GROUP, 0, number // GROUP, prompt, tokens, draw.normal(-3, 0.1, tokens.size).astype(np.float32),
-            bool(draw.random() < 0.7), number, f"answer {number}", float(draw.normal()), {"a": float(number), "b": np.nan},
+            bool(draw.random() < 0.7), number, f"answer {number}", float(draw.normal()),
+            {"a": float(number), "b": np.nan},
         )  # fmt: skip
         made.append(sample)
     return made
@@ -148,7 +149,7 @@ def test_before_the_run_begins_batches_are_full_rows(tmp_path: Path) -> None:
     assert [batch.tokens.shape for batch in batches] == [(3, CONTEXT)] * 2
     assert set(batches[0].fields) >= {"advantages", "generator_logps"}
     stream.rounds.synthetic = False
-    with pytest.raises(UserError, match="step 0: .* holds no rollouts of its prompts"):
+    with pytest.raises(UserError, match=r"step 0: .* holds no rollouts of its prompts"):
         stream.micro_batches(0, 3)
 
 
@@ -165,7 +166,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_the_loss_is_the_same_at_any_accumulation_and_number_of_ranks(name: str, tmp_path: Path) -> None:
     rl = rl_of(**SETTINGS[name])
     made = make_round(rl)
-    stream, objective, model = stream_of(tmp_path, rl, made), PolicyGradient("grpo", rl), build_model(SHAPE, seed=0, device="cpu")
+    stream, objective, model = (
+        stream_of(tmp_path, rl, made),
+        PolicyGradient("grpo", rl),
+        build_model(SHAPE, seed=0, device="cpu"),
+    )
     loss, metrics, gradients = loss_of(model, objective, stream)
     for micro, world in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 4)):
         other, other_metrics, other_gradients = loss_of(model, objective, stream, micro=micro, world=world)
@@ -208,12 +213,18 @@ def expected_loss(model: Decoder, made: Round, rl: RlSpec, numbers: list[int], n
 def test_values_and_gradients_are_those_of_the_formulas(name: str, tmp_path: Path) -> None:
     rl = rl_of(**SETTINGS[name])
     made = make_round(rl)
-    stream, objective, model = stream_of(tmp_path, rl, made), PolicyGradient("grpo", rl), build_model(SHAPE, seed=0, device="cpu")
+    stream, objective, model = (
+        stream_of(tmp_path, rl, made),
+        PolicyGradient("grpo", rl),
+        build_model(SHAPE, seed=0, device="cpu"),
+    )
     with torch.no_grad():  # log-ratios near those of a run
         for number, sample in enumerate(made.samples):
             ids = torch.from_numpy(np.concatenate([sample.prompt, sample.tokens]))
             logits_TV = F.linear(model(ids[None, :-1])[0], model.head_weight) / rl.temperature
-            now = logits_TV.log_softmax(-1)[sample.prompt.size - 1 :].gather(1, torch.from_numpy(sample.tokens)[:, None])
+            now = logits_TV.log_softmax(-1)[sample.prompt.size - 1 :].gather(
+                1, torch.from_numpy(sample.tokens)[:, None]
+            )
             for key in ("old_logps", "generator_logps", "ref_logps"):
                 if key in made.arrays:
                     made.tokens_of(number, key)[:] += now[:, 0].numpy() + 3

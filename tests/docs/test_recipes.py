@@ -20,8 +20,9 @@ from bessemer.train.answers import AnswerSettings, answer_all, read_prompts
 from bessemer.train.trained import load_model
 
 ROOT = Path(__file__).parents[2]
-FAST = ("sft", "qlora", "classify", "dpo", "grpo")
-FINE_TUNING = (*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "tools", "distill", "ppo")))
+FAST = ("sft", "qlora", "classify", "dpo", "kto", "reward", "grpo")
+SLOW = ("lora", "tools", "distill", "orpo", "ppo")
+FINE_TUNING = (*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 pytest.importorskip("transformers")
 
 

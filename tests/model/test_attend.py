@@ -143,6 +143,7 @@ def random_documents(rows: int, length: int, likely: float = 0.01, seed: int = 0
 
 
 PREFIX = torch.arange(256).expand(2, -1) % 150 < 20
+BRANCHES = (torch.arange(256) >= 100).int().expand(2, -1) + (torch.arange(256) >= 170).int()
 SIGHTS = {
     "causal": (AttentionMask(), 0),
     "both ways": (AttentionMask(causal=False), 0),
@@ -154,6 +155,8 @@ SIGHTS = {
     "prefix": (AttentionMask(prefix_BT=PREFIX), 0),
     "documents and prefix": (AttentionMask(random_documents(2, 256), PREFIX), 0),
     "blocks": (AttentionMask(blocks=(32, 2)), 0),
+    "branches": (AttentionMask(branches_BT=BRANCHES), 0),
+    "documents and branches": (AttentionMask(random_documents(2, 256), branches_BT=BRANCHES), 0),
     "global tokens": (AttentionMask(random_documents(2, 256), global_tokens=2), 30),
     "global tokens both ways": (AttentionMask(causal=False, global_tokens=1), 20),
     "documents and wide blocks": (AttentionMask(random_documents(2, 256), blocks=(200, 0)), 0),
@@ -187,16 +190,17 @@ def test_flex_gives_what_the_reference_gives_under_every_mask(kind: str, cap: fl
 @given(
     st.integers(1, 4), st.sampled_from([0.0, 0.0, 0.005, 0.05]), st.sampled_from([0, 0, 1, 128, 129, 300]),
     st.sampled_from([(0, 0), (64, 1), (100, 0), (200, 1)]), st.booleans(), st.booleans(), st.integers(0, 99),
-    st.sampled_from([0, 0, 3, 128, 140]),
+    st.sampled_from([0, 0, 3, 128, 140]), st.booleans(),
 )  # fmt: skip
 def test_tiles_hide_nothing_and_whole_ones_are_whole(
     tiles: int, likely: float, window: int, blocks: tuple[int, int], causal: bool, prefixed: bool, seed: int,
-    global_tokens: int,
+    global_tokens: int, branched: bool,
 ) -> None:  # fmt: skip
     T = tiles * TILE
     prefix = random_documents(2, T, 0.3, seed) % 2 == 0 if prefixed else None
     documents = random_documents(2, T, likely, seed) if likely else None
     attention_mask = AttentionMask(documents, prefix, causal, blocks, global_tokens)
+    attention_mask.branches_BT = random_documents(2, T, 0.006, seed + 1) % 3 if branched else None
     dense = attention_mask.mask(window, T, T, CPU)
     seen = torch.ones(1, 1, T, T, dtype=torch.bool) if dense is None else dense
     pairs = seen[:, 0].unflatten(2, (tiles, TILE)).unflatten(1, (tiles, TILE)).transpose(2, 3).flatten(3)
@@ -206,6 +210,21 @@ def test_tiles_hide_nothing_and_whole_ones_are_whole(
     # And none is lost or doubled on the way to FlexAttention's lists.
     listed = attention_mask.block_mask(window, T, CPU)
     assert torch.equal(listed.to_dense().bool()[:, 0], some)
+
+
+def test_branches_see_their_beginning_and_themselves() -> None:
+    documents, branches = torch.tensor([[0] * 7 + [1] * 5]), torch.tensor([[0, 0, 0, 1, 1, 2, 2, 0, 1, 1, 2, 2]])
+    attention_mask = AttentionMask(documents, branches_BT=branches)
+    seen = attention_mask.mask(0, 12, 12, CPU)
+    assert seen is not None and not attention_mask.plain(0, 12) and attention_mask.scattered(0, 12)
+    for q, k in itertools.product(range(12), range(12)):
+        same = documents[0, q] == documents[0, k] and branches[0, k] in (0, branches[0, q])
+        assert seen[0, 0, q, k] == (k <= q and bool(same)), (q, k)
+    positions = [0, 1, 2, 3, 4, 3, 4, 0, 1, 2, 1, 2]
+    assert attention_mask.positions(0, 12, CPU).tolist() == [positions]
+    assert attention_mask.rotary_columns(0, 12, CPU).tolist() == [positions]
+    alone = AttentionMask(branches_BT=branches[:, :7])
+    assert alone.positions(0, 7, CPU).tolist() == [positions[:7]]
 
 
 def test_a_long_row_of_short_documents_lists_few_tiles() -> None:

@@ -29,7 +29,8 @@ def spec_of(folder: Path, name: str, layout: dict[str, Any], **parts: Any) -> Ru
         rows.write_text("".join(json.dumps(row) + "\n" for row in questions))
     return RunSpec.model_validate({
         "name": name, "runs": str(folder / "runs"), "precision": "fp32", "model": SHAPE,
-        "data": {"sources": {"rows": {"path": [str(rows)], "columns": {"prompt": "q"}}}, "context": 24, "validation": 0.1},
+        "data": {"sources": {"rows": {"path": [str(rows)], "columns": {"prompt": "q"}}}, "context": 24,
+                 "validation": 0.1},
         "budget": {"steps": 4, "micro_batch": 2}, "optimizer": {"lr": 0.001},
         "schedule": {"kind": "constant", "warmup": 1}, "evaluate": {"every": 4}, "checkpoint": {"every": 4},
         "parallel": {"device": "cpu", "threads": 1, **layout}, **parts,
@@ -46,7 +47,9 @@ def base(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, di
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sources": {"rows": source}})})
     assert ranks(1, lambda: train(spec).kind) == ["finished"]
     checkpoint = next((run_folder(spec) / "checkpoints").glob("step-*"))
-    (folder / "r.py").write_text("def even(completion_ids, **c):\n    return [sum(i % 2 for i in x) / 4 for x in completion_ids]\n")
+    (folder / "r.py").write_text(
+        "def even(completion_ids, **c):\n    return [sum(i % 2 for i in x) / 4 for x in completion_ids]\n"
+    )
     rl = {"prompts": 5, "samples": 4, "max_tokens": 4, "rewards": {"even": f"{folder / 'r.py'}:even"}, "epochs": 1}
     return folder, {"objective": "ppo", "start_from": str(checkpoint), "rl": {**rl, "kl": {"beta": 0.1}}}
 
@@ -87,7 +90,9 @@ def test_rounds_and_losses_are_the_same(ranks: Any, base: tuple[Path, Any], alon
 
 def test_a_reward_that_fails_on_one_rank_ends_all(ranks: Any, base: tuple[Path, Any]) -> None:
     function = base[0] / "fails.py"
-    function.write_text("def fails(prompts, **c):\n    return [1.0 if len(p) < 9 and p != prompts[0] else 1 / 0 for p in prompts]\n")
+    function.write_text(
+        "def fails(prompts, **c):\n    return [1.0 if len(p) < 9 and p != prompts[0] else 1 / 0 for p in prompts]\n"
+    )
     rl = {**base[1]["rl"], "rewards": {"bad": f"{function}:fails"}}
     spec = spec_of(base[0], "fails", {"dp_replicate": 2}, **{**base[1], "rl": rl})
 

@@ -130,9 +130,8 @@ def test_unusable_rows_and_columns_are_named(tmp_path: Path) -> None:
     reasons = [json.loads(line)["reason"] for line in quarantine.read_text().splitlines()]
     assert reasons[1] == "no field 'good'; it has 'question': correct columns of the source"
     for columns, message in [
-        ({"prompt": "p"}, "a prompt needs completion, or both chosen and rejected"),
         ({"completion": "c"}, "completion needs prompt"),
-        ({"prompt": "p", "chosen": "c"}, "a prompt needs completion, or both chosen and rejected"),
+        ({"prompt": "p", "chosen": "c"}, "a prompt needs completion, both chosen and rejected, or answers"),
         ({"prompt": "p", "completion": "c", "text": "t"}, "name one of them"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -105,9 +105,11 @@ def test_a_run_records_rewards_stores_its_rounds_and_answers_held_out_prompts(ma
     assert train(spec).kind == "finished"
     run = run_of(spec)
     records = list(run.metrics())
-    wanted = {"reward", "reward_right", "reward_short", "reward_std", "equal_groups", "entropy", "ratio_high", "ratio_low",
-              "importance", "mismatch", "answer_tokens", "truncated", "repetition", "advantage_mean", "generate_s",
-              "reward_s", "score_s"}  # fmt: skip
+    wanted = {
+        "reward", "reward_right", "reward_short", "reward_std", "equal_groups", "entropy", "ratio_high", "ratio_low",
+        "importance", "mismatch", "answer_tokens", "truncated", "repetition", "advantage_mean", "generate_s",
+        "reward_s", "score_s",
+    }  # fmt: skip
     assert wanted <= records[0].keys() and len(records) == 6
     assert all(record["veto"] is None for record in records)
     made = RoundStore(run.folder / "rollouts").load(3)
@@ -128,7 +130,9 @@ def test_a_run_records_rewards_stores_its_rounds_and_answers_held_out_prompts(ma
     validations = list(run.validations())
     assert [record["step"] for record in validations] == [0, 3, 6]
     samples = (run.folder / "samples" / "step-00000006.jsonl").read_text().splitlines()
-    assert validations[-1]["loss"] == pytest.approx(-np.mean([json.loads(line)["reward"] for line in samples]), abs=1e-5)
+    assert validations[-1]["loss"] == pytest.approx(
+        -np.mean([json.loads(line)["reward"] for line in samples]), abs=1e-5
+    )
     held_out = {json.loads(line)["prompt"] for line in samples}
     asked = {json.loads(row)["prompt"] for path in (run.folder / "rollouts").glob("*.jsonl") for row in path.open()}
     assert held_out and not held_out & asked
@@ -257,7 +261,7 @@ def test_a_prompt_that_leaves_no_room_is_named(make: Make) -> None:
         ("objective: grpo\nrl: {rewards: {a: exact}, samples: 1}", "advantage compares the answers to a prompt"),
         ("objective: grpo\nrl: {rewards: {a: exact}, advantage: gae}", "gae needs the critic of objective: ppo"),
         ("objective: {grpo: {rewards: {a: exact}}}\nbudget: {batch: 4K}", "follows from rl.prompts"),
-        ("objective: sft", "a prompt needs completion, or both chosen and rejected"),
+        ("objective: sft", "a prompt needs completion, both chosen and rejected, or answers"),
         ("objective: pretrain\nrl: {prompts: 8}", "rl: has no effect with objective: pretrain"),
         ("objective: {grpo: {rewards: {a: exakt}}}", "did you mean exact"),
         ("objective: {rloo: {rewards: {a: exact}}}\nmodels: {critic: runs/x}", "uses no model of this name"),

@@ -1,5 +1,6 @@
-"""The objective of preference pairs: DPO and its relatives. A row of the batch holds one pair, the chosen answer's
-document and then the rejected one's; the loss of a step is the mean over its pairs.
+"""The objective of preference pairs: DPO and its relatives. A row of the batch holds pairs, of each the chosen answer's
+document and then the rejected one's; the loss of a step is the mean over its pairs. With `share_prefix` a pair's prompt
+is in the row once, and both answers continue it.
 
 Metrics, each a mean over pairs: accuracy (the chosen answer's reward is higher), margin and rewards (TRL's: beta times
 the log-ratio to the reference, or times the mean log-probability without one), and chosen_shift, the change of the
@@ -14,60 +15,61 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bessemer.align.answers import DOCUMENT, LEARNED, REFERENCE, AnswerObjective, has_answer, sum_answers
 from bessemer.align.pair_losses import PAIR_LOSSES, PairLogps
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.batches import Batch
+from bessemer.data.stream.groups import SHARED
 from bessemer.errors import UserError
 from bessemer.model.transformer import Decoder
 from bessemer.spec.preference import DpoSpec
-from bessemer.train.objective import ElementLosses, ModelInputs, Objective
+from bessemer.train.objective import ElementLosses, ModelInputs
 from bessemer.train.objectives import ObjectiveBatch, pieces
-from bessemer.train.sft import begin_documents
 
-LEARNED, SIDE, IMITATED = "learned", "side", "imitated"  # fields beside the targets
-CHOSEN, REJECTED = 0, 1  # numbers of a pair's documents in their row
-REFERENCE = "reference"
+IMITATED = "imitated"  # field: (B, T) weights of the tokens whose cross-entropy is added
+PAIRS, PLACES = "pairs", "places"  # fields: (B, P) 1 for a pair with both answers, and its first column
 
 
-class Dpo(Objective):
-    """The losses of `align/pair_losses.py`, or a user's function of the same signature. `begins` as in `Sft`."""
+class Dpo(AnswerObjective):
+    """The losses of `align/pair_losses.py`, or a user's function of the same signature."""
 
     def __init__(
-        self, spec: DpoSpec, eos_id: int = 0, begins: tuple[int, ...] | None = None, dropout_seed: int | None = None
-    ) -> None:
-        super().__init__(dropout_seed=dropout_seed)
-        self.spec, self.eos_id = spec, eos_id
-        self.begins = None if begins is None or begins[-1:] == (eos_id,) else begins
+        self, spec: DpoSpec, eos_id: int = 0, begins: tuple[int, ...] | None = None, dropout_seed: int | None = None,
+        stored: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(eos_id, begins, dropout_seed, stored)
+        self.spec = spec
         self.loss_of_pairs = PAIR_LOSSES.get(spec.loss) or load_function(spec.loss, "dpo.loss")
         self.metrics = ("accuracy", "margin", "chosen_reward", "rejected_reward")
         if spec.needs_reference:
-            self.metrics, self.needs_models = (*self.metrics, "chosen_shift"), (REFERENCE,)
+            self.metrics, self.needs_models = (*self.metrics, "chosen_shift"), () if stored else (REFERENCE,)
         if spec.sft_weight:
             self.metrics = (*self.metrics, "chosen_nll")
 
     def inputs(self, batch: Batch) -> ObjectiveBatch:
-        fields = self._fields(batch)
-        complete = [(fields[LEARNED] * (fields[SIDE] == side)).any(axis=1) for side in (CHOSEN, REJECTED)]
+        documents = batch.documents.astype(np.int64)
+        count = documents.max(initial=0) // 2 + 1
+        answered = has_answer(batch, 2 * count)
+        pairs = (answered[:, 0::2] & answered[:, 1::2]).astype(np.float32)  # none where an answer is banned
+        places = np.stack([(documents == 2 * pair).argmax(axis=1) for pair in range(count)], axis=1)
         weights = np.zeros_like(batch.weights)
-        weights[:, 0] = complete[0] & complete[1]  # one loss for each pair; none where an answer is banned
-        fields[IMITATED] *= weights[:, :1]
-        begun = batch if self.begins is None else begin_documents(batch, self.eos_id, self.begins)
+        row, pair = np.nonzero(pairs)
+        weights[row, places[row, pair]] = 1  # one loss for each pair
+        chosen = documents % 2 == 0
+        imitated = (self.unmasked(batch) if self.spec.loss == "orpo" else batch.weights) * chosen
+        fields = {LEARNED: batch.weights, DOCUMENT: documents, IMITATED: imitated, PAIRS: pairs, PLACES: places}
+        branches = None
+        if SHARED in batch.fields:
+            shared = batch.fields[SHARED] > 0
+            joined = np.stack([(shared & (documents // 2 == pair)).any(axis=1) for pair in range(count)], axis=1)
+            joined = np.take_along_axis(joined, documents // 2, axis=1)  # the others begin with different tokens
+            branches = np.where(shared | ~joined, 0, 2 - chosen).astype(np.int32)
+            batch = replace(batch, documents=(documents - (joined & ~chosen)).astype(np.int32))
+        begun = self.begin(batch)
         return ObjectiveBatch(
             begun.tokens, begun.targets, weights, begun.documents, np.zeros_like(batch.tokens), in_place=True,
-            read=~pieces(batch).padding, fields=fields,
+            branches=branches, read=~pieces(batch).padding, fields=fields,
         )  # fmt: skip
-
-    def _fields(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Which targets are of an answer, of which one, and which the cross-entropy imitates."""
-        learned = batch.weights
-        imitated = learned
-        if self.spec.loss == "orpo":  # the prompt too, but not the column before a document that begins by itself
-            unmasked = replace(batch, weights=(~pieces(batch).padding).astype(np.float32))
-            imitated = (
-                unmasked if self.begins is None else begin_documents(unmasked, self.eos_id, self.begins)
-            ).weights
-        imitated = imitated * (batch.documents == CHOSEN)
-        return {LEARNED: learned, SIDE: batch.documents.astype(np.int64), IMITATED: imitated}
 
     def counts(self, batch: Batch) -> dict[str, float]:
         if not self.spec.sft_weight:
@@ -75,25 +77,24 @@ class Dpo(Objective):
         return {"imitated": float(self.inputs(batch).fields[IMITATED].sum(dtype=np.float64))}
 
     def element_losses(self, model: Decoder, inputs: ModelInputs, hidden_BTW: Tensor) -> ElementLosses:
-        nll_BT, learned_BT, side_BT = self.nll(model, hidden_BTW, inputs), inputs.fields[LEARNED], inputs.fields[SIDE]
-        masks = [learned_BT * (side_BT == side) for side in (CHOSEN, REJECTED)]
-        chosen_B, rejected_B = (-(nll_BT * mask_BT).sum(1) for mask_BT in masks)
-        reference_B2 = torch.zeros_like(torch.stack((chosen_B, rejected_B), 1))
+        nll_BT, counted_BP = self.nll(model, hidden_BTW, inputs.targets_BT), inputs.fields[PAIRS]
+        count = 2 * counted_BP.shape[1]
+        logps_BD = sum_answers(-nll_BT, inputs, count)
+        tokens_BD = sum_answers(torch.ones_like(nll_BT), inputs, count).clamp_min(1)
+        reference_BD = torch.zeros_like(logps_BD)
         if self.spec.needs_reference:
-            with torch.no_grad():
-                hidden_BTU = self.other_hidden(REFERENCE, inputs)
-                reference_BT = self.nll(self.models[REFERENCE], hidden_BTU, inputs)
-            reference_B2 = torch.stack([-(reference_BT * mask_BT).sum(1) for mask_BT in masks], 1)
-        pairs = PairLogps(
-            chosen_B, rejected_B, masks[0].sum(1).clamp_min(1), masks[1].sum(1).clamp_min(1), *reference_B2.unbind(1)
-        )
-        losses_B, counted_B = self.loss_of_pairs(pairs, self.spec), inputs.weights_BT[:, 0]
-        if losses_B.shape != counted_B.shape:
-            shape = tuple(losses_B.shape)
+            reference_BD = self.reference_logps(inputs, count)
+        sides = [
+            values_BD[:, side::2].flatten() for values_BD in (logps_BD, tokens_BD, reference_BD) for side in (0, 1)
+        ]
+        pairs, counted_P = PairLogps(*sides), counted_BP.flatten()
+        losses_P = self.loss_of_pairs(pairs, self.spec)
+        if losses_P.shape != counted_P.shape:
+            shape = tuple(losses_P.shape)
             raise UserError(f"dpo.loss: {self.spec.loss} gave a tensor of shape {shape}; return a loss for each pair")
-        losses_BT = torch.zeros_like(nll_BT)
-        losses_BT[:, 0] = losses_B.where(counted_B > 0, 0.0)  # a row without a pair has no lengths
-        terms, metrics = {}, self._metrics(pairs, counted_B)
+        losses_BP = losses_P.where(counted_P > 0, 0.0).view_as(counted_BP)  # no lengths where there is no pair
+        losses_BT = torch.zeros_like(nll_BT).scatter_add(1, inputs.fields[PLACES], losses_BP.to(nll_BT.dtype))
+        terms, metrics = {}, self._metrics(pairs, counted_P)
         if self.spec.sft_weight:
             imitated_BT = inputs.fields[IMITATED]
             total = (nll_BT * imitated_BT).sum()
@@ -101,19 +102,16 @@ class Dpo(Objective):
             metrics["chosen_nll"] = (total.detach(), imitated_BT.sum())
         return ElementLosses(losses_BT, metrics, terms)
 
-    def nll(self, model: Decoder, hidden_BTW: Tensor, inputs: ModelInputs) -> Tensor:
-        return self.token_losses(model, hidden_BTW, inputs.targets_BT)
-
     @torch.no_grad()
-    def _metrics(self, pairs: PairLogps, counted_B: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def _metrics(self, pairs: PairLogps, counted_P: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         beta = self.spec.beta_value
         if self.spec.needs_reference:
             rewards = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
         else:
             rewards = beta * pairs.chosen_mean, beta * pairs.rejected_mean
         values = {
-            "accuracy": (rewards[0] > rewards[1]).to(counted_B.dtype), "margin": rewards[0] - rewards[1],
+            "accuracy": (rewards[0] > rewards[1]).to(counted_P.dtype), "margin": rewards[0] - rewards[1],
             "chosen_reward": rewards[0], "rejected_reward": rewards[1], "chosen_shift": pairs.chosen_ratio,
         }  # fmt: skip
-        count = counted_B.sum()
-        return {name: ((value_B * counted_B).sum(), count) for name, value_B in values.items()}
+        count = counted_P.sum()
+        return {name: ((value_P * counted_P).sum(), count) for name, value_P in values.items()}

@@ -17,7 +17,7 @@ from bessemer.align.policy_losses import k3
 from bessemer.align.prompts import PromptRows
 from bessemer.align.rollout_maker import sample_row
 from bessemer.align.rollout_stream import RolloutStream
-from bessemer.align.rollouts import Round, Sample, sample_numbers
+from bessemer.align.rollouts import Rollout, Round, sample_numbers
 from bessemer.align.sampler import Sampler
 from bessemer.data.stream.order import MixturePhase, StreamOrder
 from bessemer.errors import UserError
@@ -91,7 +91,7 @@ class HeldOutRollouts(Evaluator):
             self._write(samples)
         return self._summarise_samples(samples, kl)
 
-    def _summarise_samples(self, samples: list[Sample], kl: dict[str, float]) -> Validation:
+    def _summarise_samples(self, samples: list[Rollout], kl: dict[str, float]) -> Validation:
         numbers = sample_numbers(samples, 1)
         verified = [numbers[f"reward_{name}"] for name in self.verified]
         if len(verified) == 1:
@@ -108,7 +108,7 @@ class HeldOutRollouts(Evaluator):
         metrics = {name: round(value, 6) for name, value in (numbers | kl).items()}
         return Validation(loss, metrics, int(sum(sample.tokens.size for sample in samples)), per_source)
 
-    def _reference_kl(self, model: Decoder, objective: PolicyGradient, samples: list[Sample]) -> dict[str, float]:
+    def _reference_kl(self, model: Decoder, objective: PolicyGradient, samples: list[Rollout]) -> dict[str, float]:
         """The mean k3 of the answers' tokens to the reference."""
         made = Round(0, samples, 1, np.ones(len(samples), np.bool_))
         made.arrays = {name: np.zeros(int(made.starts[-1]), np.float32) for name in self.stream.arrays}
@@ -128,7 +128,7 @@ class HeldOutRollouts(Evaluator):
         total, count = (number / copies for number in world.sums([total, count]))
         return {"kl": total / max(1.0, count)}
 
-    def _write(self, samples: list[Sample]) -> None:
+    def _write(self, samples: list[Rollout]) -> None:
         """The first answers, for people; a failed write must not end the run."""
         rows = [sample_row(self.names, dict(self.rows), sample) for sample in samples[:_SHOWN]]
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)

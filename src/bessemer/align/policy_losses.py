@@ -42,11 +42,11 @@ class PolicyTokens:
         """The sum or mean over the tokens of each answer, at each of its tokens."""
         used_BT = self.mask.to(values_BT.dtype)
         samples_BT = torch.zeros_like(self.mask, dtype=torch.long) if self.samples is None else self.samples.long()
-        shape = (len(values_BT), int(samples_BT.max()) + 1 if samples_BT.numel() else 1)
-        sums = values_BT.new_zeros(shape).scatter_add(1, samples_BT, values_BT * used_BT)
+        nothing_BT = torch.zeros_like(values_BT)  # as wide as the row: counting the answers would wait for the device
+        sums_BT = nothing_BT.scatter_add(1, samples_BT, values_BT * used_BT)
         if mean:
-            sums = sums / values_BT.new_zeros(shape).scatter_add(1, samples_BT, used_BT).clamp_min(1)
-        return sums.gather(1, samples_BT)
+            sums_BT = sums_BT / nothing_BT.scatter_add(1, samples_BT, used_BT).clamp_min(1)
+        return sums_BT.gather(1, samples_BT)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ def aggregation(name: Aggregation, lengths_BT: Tensor, max_tokens: int) -> tuple
     if name == "token":
         return used_BT, 1.0
     weights_BT = used_BT / lengths_BT.clamp_min(1)
-    return weights_BT, {"sequence": 1.0, "constant": lengths_BT / max_tokens, "sum": lengths_BT}[name]
+    scales: dict[str, Tensor | float] = {"sequence": 1.0, "constant": lengths_BT / max_tokens, "sum": lengths_BT}
+    return weights_BT, scales[name]
 
 
 class KlController:

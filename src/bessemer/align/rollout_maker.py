@@ -29,7 +29,7 @@ from bessemer.align.policy import PolicyGradient
 from bessemer.align.policy_losses import KL_ESTIMATORS, KlController
 from bessemer.align.prompts import PromptRows
 from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
-from bessemer.align.rollouts import Floats, Round, Sample, positions_key, sample_numbers
+from bessemer.align.rollouts import Floats, Rollout, Round, positions_key, sample_numbers
 from bessemer.align.sampler import Answers, Sampler
 from bessemer.errors import UserError
 from bessemer.guard.answers import ScoredAnswer
@@ -293,7 +293,7 @@ class RolloutMaker:
 
 
 def sample_row(
-    names: Sequence[str], sources: dict[str, PromptRows], sample: Sample, used: bool = True
+    names: Sequence[str], sources: dict[str, PromptRows], sample: Rollout, used: bool = True
 ) -> dict[str, Any]:
     """One answer as a line of a .jsonl file."""
     prompt = sources[names[sample.source]].prompts[sample.sequence]
@@ -304,7 +304,7 @@ def sample_row(
     }  # fmt: skip
 
 
-def _all_equal(group: Sequence[Sample]) -> bool:
+def _all_equal(group: Sequence[Rollout]) -> bool:
     return bool(equal_groups(torch.tensor([[sample.reward for sample in group]], dtype=torch.float64))[0])
 
 

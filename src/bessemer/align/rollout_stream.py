@@ -137,8 +137,10 @@ class RolloutStream:
         width = min(self.sequence_length, -(-fill // _MULTIPLE) * _MULTIPLE)
         width = self.sequence_length if width > _WORTH_TRIMMING * self.sequence_length else width
         rows = packed[dp_rank] + [[]] * (-(-count // size) * size - len(packed[dp_rank]))
-        whole, starts = self._fill(made, rows, width), range(0, len(rows), size)
-        return [rows[start : start + size] for start in starts], [whole.part(start, start + size) for start in starts]
+        rows_batch, starts = self._fill(made, rows, width), range(0, len(rows), size)
+        return [rows[start : start + size] for start in starts], [
+            rows_batch.part(start, start + size) for start in starts
+        ]
 
     def values_of(self, made: Round, rows: Sequence[Sequence[int]], values: Floats) -> Iterator[tuple[int, Floats]]:
         """The values of each sample's answer tokens, from those of all columns of such rows."""

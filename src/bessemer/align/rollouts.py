@@ -36,7 +36,7 @@ TOKEN_ARRAYS = ("generator_logps", "old_logps", "ref_logps", "advantages", "valu
 
 
 @dataclass
-class Sample:
+class Rollout:
     """One answer. `tokens` end with the stop id if the model wrote one."""
 
     position: int
@@ -64,7 +64,7 @@ class Round:
     those of the stream."""
 
     first: int
-    samples: list[Sample]
+    samples: list[Rollout]
     group: int  # S
     used: npt.NDArray[np.bool_]  # (N,) whether the answer is trained on
     arrays: dict[str, Floats] = field(default_factory=dict)  # by the names of TOKEN_ARRAYS
@@ -102,7 +102,7 @@ class RoundStore:
         """Write a round, replacing an earlier one of the same step; `rows` are its samples for readers."""
         from safetensors.numpy import save_file
 
-        names = [item.name for item in fields(Sample) if item.name not in ("prompt", "tokens", "logps", "rewards")]
+        names = [item.name for item in fields(Rollout) if item.name not in ("prompt", "tokens", "logps", "rewards")]
         samples = [{name: getattr(sample, name) for name in names} for sample in made.samples]
         parts = {name: [sample.rewards[name] for sample in made.samples] for name in made.samples[0].rewards}
         arrays: dict[str, npt.NDArray[Any]] = {
@@ -113,9 +113,9 @@ class RoundStore:
             **{f"reward.{name}": np.array(values, np.float64) for name, values in parts.items()},
             **{f"token.{name}": np.ascontiguousarray(array) for name, array in made.arrays.items()},
         }  # fmt: skip
-        about = {"format": _FORMAT, "first": made.first, "key": key, "group": made.group, "drawn": made.drawn}
+        round_info = {"format": _FORMAT, "first": made.first, "key": key, "group": made.group, "drawn": made.drawn}
         arrays["samples"] = np.frombuffer(json.dumps(samples).encode(), np.uint8)  # headers are limited to 100 MB
-        metadata = {"round": json.dumps(about), "numbers": json.dumps(made.numbers)}
+        metadata = {"round": json.dumps(round_info), "numbers": json.dumps(made.numbers)}
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path(made.first).with_suffix(".jsonl"), lines.encode("utf-8", "replace"), durable=False)
@@ -138,10 +138,10 @@ class RoundStore:
             raise UserError(
                 f"{path}: cannot be read ({error}): restore it, or delete it and replay other steps"
             ) from None
-        about = json.loads(metadata["round"])
-        if key is not None and about["key"] != key:
+        round_info = json.loads(metadata["round"])
+        if key is not None and round_info["key"] != key:
             return None
-        return _unpack(about, json.loads(arrays["samples"].tobytes()), json.loads(metadata["numbers"]), arrays)
+        return _unpack(round_info, json.loads(arrays["samples"].tobytes()), json.loads(metadata["numbers"]), arrays)
 
     def _remove_old(self) -> None:
         rounds = sorted(self.folder.glob("round-*.safetensors"))
@@ -150,7 +150,7 @@ class RoundStore:
             path.with_suffix(".jsonl").unlink(missing_ok=True)
 
 
-def _unpack(about: dict[str, Any], samples: list[dict[str, Any]], numbers: dict[str, float], arrays: Any) -> Round:
+def _unpack(round_info: dict[str, Any], samples: list[dict[str, Any]], numbers: dict[str, float], arrays: Any) -> Round:
     prompts = np.split(arrays["prompts"], np.cumsum(arrays["prompt_lengths"])[:-1])
     cuts = np.cumsum(arrays["lengths"])[:-1]
     tokens, logps = np.split(arrays["tokens"], cuts), np.split(arrays["token.generator_logps"], cuts)
@@ -158,10 +158,10 @@ def _unpack(about: dict[str, Any], samples: list[dict[str, Any]], numbers: dict[
     made = []
     for number, values in enumerate(samples):
         rewards = {name: float(array[number]) for name, array in parts.items()}
-        sample = Sample(**values, prompt=prompts[number], tokens=tokens[number], logps=logps[number], rewards=rewards)
+        sample = Rollout(**values, prompt=prompts[number], tokens=tokens[number], logps=logps[number], rewards=rewards)
         made.append(sample)
     by_token = {name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")}
-    return Round(about["first"], made, about["group"], arrays["used"], by_token, numbers, about["drawn"])
+    return Round(round_info["first"], made, round_info["group"], arrays["used"], by_token, numbers, round_info["drawn"])
 
 
 def repeated_ngrams(tokens: Ints, size: int = 4) -> float:
@@ -172,7 +172,7 @@ def repeated_ngrams(tokens: Ints, size: int = 4) -> float:
     return 1.0 - len(np.unique(np.lib.stride_tricks.sliding_window_view(tokens, size), axis=0)) / count
 
 
-def sample_numbers(samples: Sequence[Sample], group: int) -> dict[str, float]:
+def sample_numbers(samples: Sequence[Rollout], group: int) -> dict[str, float]:
     """What the record of a step says about its answers, besides what the loss knows."""
     rewards = np.array([sample.reward for sample in samples])
     numbers = {"reward": _mean(rewards)}

@@ -22,7 +22,7 @@ import xxhash
 from bessemer.align.prompts import Prompt, PromptRows
 from bessemer.align.rewards.reward import Reward, score_samples
 from bessemer.align.rewards.reward import Sample as RewardSample
-from bessemer.align.rollouts import Sample
+from bessemer.align.rollouts import Rollout
 from bessemer.errors import UserError
 from bessemer.model.generate import Generator, Request, Sampling
 from bessemer.model.transformer import Decoder
@@ -37,7 +37,7 @@ OnStep = Callable[[int, int], None]  # answers that are done, of all
 
 
 @dataclass(frozen=True)
-class Question:
+class PromptRequest:
     """A prompt to answer: its position in the stream, and source and row of the prompt."""
 
     position: int
@@ -51,7 +51,7 @@ class Question:
 class Answers:
     """The answers of all ranks, those to one prompt one after another, with the seconds that this rank took."""
 
-    samples: list[Sample]
+    samples: list[Rollout]
     generate_s: float = 0.0
     reward_s: float = 0.0
     extras: dict[str, float] = field(default_factory=dict)  # what reward functions log, as means over ranks
@@ -65,12 +65,12 @@ class Sampler:
 
     def questions(
         self, names: Sequence[str], rows: Mapping[str, PromptRows], positions: Any, sources: Any, sequences: Any
-    ) -> list[Question]:
-        found = zip(positions.tolist(), sources.tolist(), sequences.tolist(), strict=True)
-        return [Question(p, s, q, rows[names[s]].prompts[q], rows[names[s]].ids[q]) for p, s, q in found]
+    ) -> list[PromptRequest]:
+        places = zip(positions.tolist(), sources.tolist(), sequences.tolist(), strict=True)
+        return [PromptRequest(p, s, q, rows[names[s]].prompts[q], rows[names[s]].ids[q]) for p, s, q in places]
 
     def answer(
-        self, model: Decoder, world: World, precision: str, questions: Sequence[Question], samples: int,
+        self, model: Decoder, world: World, precision: str, questions: Sequence[PromptRequest], samples: int,
         temperature: float, step: int, salt: str = "", on_step: OnStep | None = None,
     ) -> Answers:  # fmt: skip
         """Answers to all questions; a collective call. `step` and `salt` tell calls apart whose questions may be equal.
@@ -78,7 +78,8 @@ class Sampler:
         local = list(questions)[world.dp_rank :: world.layout.dp]
         began_s = time.perf_counter()
         made = self._generate(model, world, precision, local, samples, temperature, f"{step} {salt}", on_step)
-        generated_s, error, extras = time.perf_counter(), "", {}
+        generated_s, error = time.perf_counter(), ""
+        extras: dict[str, float] = {}
         try:
             extras = self._reward(local, made, samples, step)
         except UserError as failure:
@@ -87,7 +88,7 @@ class Sampler:
         if error := next(filter(None, world.gather(error)), ""):
             raise UserError(error)
         by_rank = dict(world.gather((world.dp_rank, made)))  # ranks that share rows have the same
-        merged: list[Sample] = []
+        merged: list[Rollout] = []
         for number in range(len(questions)):
             rank, at = number % world.layout.dp, number // world.layout.dp * samples
             merged += by_rank[rank][at : at + samples]
@@ -96,10 +97,11 @@ class Sampler:
         return Answers(merged, generated_s - began_s, rewarded_s - generated_s, extras)
 
     def _generate(
-        self, model: Decoder, world: World, precision: str, questions: Sequence[Question], samples: int,
+        self, model: Decoder, world: World, precision: str, questions: Sequence[PromptRequest], samples: int,
         temperature: float, salt: str, on_step: OnStep | None,
-    ) -> list[Sample]:  # fmt: skip
-        rl, requests = self.rl, []
+    ) -> list[Rollout]:  # fmt: skip
+        rl = self.rl
+        requests: list[Request] = []
         for question in questions:
             seed = xxhash.xxh3_64_intdigest(f"{salt} {question.position}".encode(), seed=self.seed) >> 2
             sampling = Sampling(temperature, rl.top_k, rl.top_p, seed) if temperature else Sampling(0.0, seed=seed)
@@ -125,19 +127,19 @@ class Sampler:
             arrays = np.array(tokens, np.int64), np.array(logps, np.float32)
             text = self.reader.decode(completion.tokens)
             place = question.position, question.source, question.sequence, question.ids
-            made.append(Sample(*place, *arrays, finished, seed, text))
+            made.append(Rollout(*place, *arrays, finished, seed, text))
         return made
 
     def _reward(
-        self, questions: Sequence[Question], made: Sequence[Sample], samples: int, step: int
+        self, questions: Sequence[PromptRequest], made: Sequence[Rollout], samples: int, step: int
     ) -> dict[str, float]:
         """Adds the rewards to the samples; returns what the functions log."""
-        asked = []
+        graded = []
         for number, sample in enumerate(made):
             prompt, ids = questions[number // samples].prompt, sample.tokens.tolist()
             place = prompt.columns, sample.finished, prompt.place
-            asked.append(RewardSample(prompt.content, sample.text, ids, *place))
-        scores = score_samples(self.rewards, asked, step)
+            graded.append(RewardSample(prompt.content, sample.text, ids, *place))
+        scores = score_samples(self.rewards, graded, step)
         for number, sample in enumerate(made):
             sample.reward = scores.totals[number]
             parts = {name: values[number] for name, values in scores.parts.items()}

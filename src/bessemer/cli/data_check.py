@@ -35,8 +35,8 @@ def check(
 ) -> None:
     """Check files or the sources of a spec for problems that would harm training; print how often, where, and the fix.
 
-    A spec with objective sft gets the named checks that its run makes before the first step; its data is prepared if
-    necessary. Exit code 1 if there are problems, 2 if the run would be refused.
+    A spec with objective sft, dpo or kto gets the named checks that its run makes before the first step; its data is
+    prepared if necessary. Exit code 1 if there are problems, 2 if the run would be refused.
 
     Example: bessemer data check my-run.yaml --show-masks --rows 3
     """
@@ -49,7 +49,7 @@ def check(
             raise UserError(f"--tokenizer, --messages, --chat, --context: {spec} has them: change it, or write --set")
         lines, result, shown, code = _check_spec(spec, settings, rows)
         if (show_masks or html) and not shown:
-            raise UserError(f"--show-masks: {spec} has no conversations: its objective is not sft")
+            raise UserError(f"--show-masks: {spec} has no conversations: its objective is not sft, dpo or kto")
     else:
         lines, result, shown, code = _check_files(
             paths, format, text_field, messages_field, tokenizer, context, chat, show_masks or html is not None
@@ -122,12 +122,15 @@ def _file_lines(result: CheckReport) -> list[str]:
 def _check_spec(path: Path, settings: list[str], most_rows: int) -> Checked:
     """The problems of each source's files, then the named checks of its rows."""
     from bessemer.data.check import check_files
+    from bessemer.observe.format import short_path
     from bessemer.observe.progress import working
     from bessemer.plan.decision import Plan
     from bessemer.session.data import PYTHON_SOURCE, open_data
+    from bessemer.session.preferences import agreement_lines, check_pair_sources, decide_sharing
     from bessemer.session.sft import check_sources, open_rows
     from bessemer.session.start import complete_spec, decide_shape, open_source
     from bessemer.spec.load import load_spec
+    from bessemer.spec.preference import PREFERENCES
 
     spec = complete_spec(load_spec(path, settings))
     lines, result, shown, refused, problems = [], dict[str, Any](sources={}), [], False, False
@@ -139,19 +142,26 @@ def _check_spec(path: Path, settings: list[str], most_rows: int) -> Checked:
             lines += [f"data.sources.{name}", *_file_lines(files)]
             result["sources"][name] = files.to_json()
             problems = problems or bool(files.problems)
-        if spec.objective == "sft":
+        if spec.objective in ("sft", *PREFERENCES):
             data = open_data(spec, Plan(), report)
-            _, window = decide_shape(spec, open_source(spec), data.tokenizer.vocab_size, Plan())
-            mistakes = check_sources(spec, data, window)
+            shape, window = decide_shape(spec, open_source(spec), data.tokenizer.vocab_size, Plan())
+            if spec.objective == "sft":
+                mistakes = check_sources(spec, data, window)
+            else:
+                spec = decide_sharing(spec, shape, data, Plan())
+                mistakes = check_pair_sources(spec, data, window, lengths=True)
+            lines += [f"     note  {line}" for line in agreement_lines(spec)]
             for name, training in data.train.items():
                 reader = open_rows(training, data.tokenizer, window)
                 count = min(most_rows, reader.count) if reader else 0
                 shown += [(reader.row(number), data.tokenizer) for number in range(count) if reader]
                 for one in mistakes.get(name, []):
                     lines.append(f"{'error' if one.refuses else 'warning'}: data.sources.{name}: {one.line()}")
+                    lines += [f"           {short_path(place)}" for place in one.places[1:]]
                     refused, problems = refused or one.refuses, True
             result["mistakes"] = {name: [one.to_json() for one in some] for name, some in mistakes.items()}
-            lines += [] if mistakes else ["fine-tuning rows: no mistakes found"]
+            kind = {"dpo": "pairs", "kto": "labelled answers"}.get(spec.objective, "fine-tuning rows")
+            lines += [] if mistakes else [f"{kind}: no mistakes found"]
     return lines, result, shown, 2 if refused else int(problems)
 
 

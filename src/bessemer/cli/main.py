@@ -17,6 +17,7 @@ import typer
 
 from bessemer import __version__
 from bessemer.cli import (
+    align,
     bench,
     chaos,
     checkpoints,
@@ -61,6 +62,7 @@ app.add_typer(inspect.app, name="inspect")
 app.command("chaos")(chaos.chaos)
 app.command("generate")(generate.generate)
 app.command("evaluate")(model.evaluate)
+app.add_typer(align.app, name="align")
 app.command("export")(model.export)
 app.add_typer(model.app, name="model")
 app.add_typer(spec.app, name="spec")

@@ -17,6 +17,7 @@ from bessemer.plan.decide import decide_vocab
 from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import SourceSize
 from bessemer.spec.data import SourceSpec
+from bessemer.spec.preference import ANSWER_OBJECTIVES
 from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 
@@ -31,10 +32,10 @@ def estimate_sizes(spec: RunSpec) -> dict[str, SourceSize]:
     if spec.data.store is not None:
         return {}
     sizes = {name: estimate_size(source) for name, source in spec.data.sources.items() if source.path != ["python"]}
-    answers = spec.rl.samples * spec.rl.epochs if spec.objective in RL_OBJECTIVES else 1
-    if spec.objective in ("dpo", *RL_OBJECTIVES) and isinstance(
-        spec.data.context, int
-    ):  # a row for each pair or answer
+    rl = spec.objective in RL_OBJECTIVES
+    answers = spec.rl.samples * spec.rl.epochs if rl else 1
+    padded = rl or (spec.objective in ANSWER_OBJECTIVES and spec.data.packing != "best_fit")
+    if padded and isinstance(spec.data.context, int):  # a row for each pair or answer
         sizes = {
             name: replace(size, tokens=size.documents * spec.data.context * answers, sequences=size.documents)
             for name, size in sizes.items()

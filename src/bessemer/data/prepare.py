@@ -287,6 +287,13 @@ def _fingerprint(
         content.append([columns, labels.model_dump(mode="json", exclude={"pool"})])
     if any(source.has_answers for source in data.sources.values()):
         content.append({name: source.columns for name, source in data.sources.items()})
+    more = {"ranked": [], "labels": []}
+    for name, source in data.sources.items():
+        if source.has_answers and "answers" in (source.columns or {}):
+            more["ranked"] += [name, source.ranked]
+        elif source.has_answers and "label" in (source.columns or {}):
+            more["labels"].append(name)
+    content += [{key: names} for key, names in more.items() if names]
     if any(source.chat_format for source in data.sources.values()):
         content.append({name: [source.chat_format, source.columns] for name, source in data.sources.items()})
     if weighted := [name for name, source in data.sources.items() if source.message_weights]:

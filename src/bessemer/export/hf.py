@@ -23,7 +23,7 @@ from bessemer.checkpoint.store import MODEL, CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors, stream_model
 from bessemer.data.prepare import open_prepared
 from bessemer.data.tokenizer.chat import turn_end_ids
-from bessemer.data.tokenizer.tokenizer import Tokenizer
+from bessemer.data.tokenizer.tokenizer import Tokenizer, pad_token_id
 from bessemer.errors import UserError
 from bessemer.export.chat_template import tokenizer_files, update_tokenizer_files
 from bessemer.export.gate import TOLERANCE, Comparison, Mismatch, check, check_requirements, network
@@ -196,7 +196,11 @@ def to_hf(
     files, ids = _other_files(native, source)
     config = chosen.config(shape) | {"dtype": dtype_name} | ids
     if shape.labels and native.tokenizer and config.get("pad_token_id") is None:
-        config["pad_token_id"] = native.tokenizer.eos_id  # transformers classifies the last token that is no padding
+        # transformers classifies the last token that is no padding.
+        own = source is not None and source.own_tokenizer
+        config["pad_token_id"] = (
+            pad_token_id(source.folder.path, native.tokenizer) if source and own else native.tokenizer.eos_id
+        )
     files["config.json"] = (carried_keys(_config_of(source), chosen, config) if source else {}) | config
     if shape.causal and not shape.labels:
         files["generation_config.json"] = _with_turn_ends(files.get("generation_config.json", dict(ids)), files, native)
@@ -255,7 +259,10 @@ def choose_family(shape: ModelShape, name: str | None, origin: HfFolder | None =
 def classifier_of(native: NativeModel, family: Family) -> ClassifierFamily:
     """The family's classifier with the labels of the run's spec."""
     file = native.place / "spec.yaml"
-    classify = load_spec(file).classify if file.exists() else None
+    spec = load_spec(file) if file.exists() else None
+    if spec is not None and spec.objective == "reward":
+        return ClassifierFamily(family, "sequence", native.shape.labels, tuple(spec.reward.labels), "regression")
+    classify = spec.classify if spec else None
     if classify is None:
         raise UserError(f"{native.place}: has no spec.yaml that names its labels")
     names = tuple(classify.labels) or ("value",)

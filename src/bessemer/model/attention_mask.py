@@ -1,4 +1,5 @@
-"""Which positions may attend to which: within their document, not ahead of themselves, not beyond a window.
+"""Which positions may attend to which: within their document, not ahead of themselves, not beyond a window. A document
+may have branches: continuations of one prefix that do not see each other, such as the two answers of a preference pair.
 
 One `AttentionMask` describes a batch and serves every layer. What a backend needs (dense mask, FlexAttention block
 mask, cu_seqlens) is built once per window and cached. Legend: B rows, T queries, S keys (the queries are the last T of
@@ -45,6 +46,7 @@ class AttentionMask:
     blocks: tuple[int, int] = (0, 0)
     global_tokens: int = 0  # the first positions of a document that windows and blocks do not limit (Longformer)
     global_BT: Tensor | None = None  # or these positions, of full rows; they attend and are attended to everywhere
+    branches_BT: Tensor | None = None  # 0: the beginning of a document; each other number is a continuation of it
     router_mask_BT: Tensor | None = None  # positions that count for router balance; None: all
     cu_seqlens: tuple[Tensor, int] | None = None  # from `compute_cu_seqlens`, if the host computed them
     exchange: ContextExchange | None = None  # context parallelism; `documents_BT` still covers full rows
@@ -64,17 +66,20 @@ class AttentionMask:
     def plain(self, window: int, length: int) -> bool:
         """Whether the mask is causality alone or nothing: fused kernels then need no mask tensor."""
         windowed = (window and window < length) or self.blocks[0]
-        return self.documents_BT is None and self.prefix_BT is None and self.starts_B is None and not windowed
+        whole = self.documents_BT is None and self.prefix_BT is None and self.branches_BT is None
+        return whole and self.starts_B is None and not windowed
 
     @property
     def rows(self) -> int:
         """Rows that the mask distinguishes; 1 if it is the same for all."""
-        return next((len(x) for x in (self.documents_BT, self.prefix_BT, self.global_BT) if x is not None), 1)
+        masks = (self.documents_BT, self.prefix_BT, self.branches_BT, self.global_BT)
+        return next((len(x) for x in masks if x is not None), 1)
 
     def scattered(self, window: int, length: int) -> bool:
         """Whether document lengths and a window cannot express the mask."""
         limited = bool((window and window < length) or self.blocks[0])
-        return self.prefix_BT is not None or self.blocks[0] > 0 or (limited and self.has_global)
+        parted = self.prefix_BT is not None or self.branches_BT is not None
+        return parted or self.blocks[0] > 0 or (limited and self.has_global)
 
     @property
     def has_global(self) -> bool:
@@ -95,6 +100,7 @@ class AttentionMask:
         """Predicate over broadcastable (row, head, query, key) indices. Every form of the mask derives from it."""
         is_global = self.is_global() if window or self.blocks[0] else None
         causal, documents_BT, prefix_BT, (size, before) = self.causal, self.documents_BT, self.prefix_BT, self.blocks
+        branches_BT = self.branches_BT
 
         def can_attend(b: Any, h: Any, q: Any, k: Any) -> Tensor:
             visible = k <= q if causal else (k >= 0) & (q >= 0)
@@ -109,6 +115,8 @@ class AttentionMask:
             visible = near if is_global is None else near | (visible & (is_global(b, q) | is_global(b, k)))
             if documents_BT is not None:
                 visible = visible & (documents_BT[b, q] == documents_BT[b, k])
+            if branches_BT is not None:
+                visible = visible & ((branches_BT[b, k] == 0) | (branches_BT[b, k] == branches_BT[b, q]))
             return visible
 
         return can_attend
@@ -174,6 +182,16 @@ class AttentionMask:
             low_Bn, high_Bn = self.documents_BT.unflatten(1, (-1, TILE)).aminmax(dim=-1)
             any_Bnn = any_Bnn & (low_Bn[:, :, None] <= high_Bn[:, None]) & (low_Bn[:, None] <= high_Bn[:, :, None])
             all_Bnn = all_Bnn & (low_Bn[:, :, None] == high_Bn[:, None]) & (low_Bn[:, None] == high_Bn[:, :, None])
+        if self.branches_BT is not None:
+            low_Bn, high_Bn = self.branches_BT.unflatten(1, (-1, TILE)).aminmax(dim=-1)
+            low_Bn1, high_Bn1, low_B1n, high_B1n = (
+                low_Bn[..., None],
+                high_Bn[..., None],
+                low_Bn[:, None],
+                high_Bn[:, None],
+            )
+            any_Bnn = any_Bnn & ((low_B1n == 0) | ((low_Bn1 <= high_B1n) & (low_B1n <= high_Bn1)))
+            all_Bnn = all_Bnn & ((high_B1n == 0) | ((low_Bn1 == high_B1n) & (low_B1n == high_Bn1)))
         return any_Bnn, all_Bnn
 
     def cu_seqlens_on(self, B: int, T: int, device: torch.device) -> tuple[Tensor, int]:
@@ -211,7 +229,7 @@ class AttentionMask:
 
     def rotary_columns(self, start: int, T: int, device: torch.device) -> slice | Tensor:
         """Rows of the rotary table for these T positions. In training only distances matter, and columns serve."""
-        if self.starts_B is not None or self.separate:
+        if self.starts_B is not None or self.separate or self.branches_BT is not None:
             return self.positions(start, T, device)
         return self.local_columns(start, T, device)
 
@@ -220,10 +238,12 @@ class AttentionMask:
         if self.starts_B is not None:
             return self.starts_B[:, None] + torch.arange(T, device=device)
         S = self.row_length(start, T) if self.documents_BT is None else self.documents_BT.shape[1]
-        positions = torch.arange(S, device=device)[None]
+        columns = positions = torch.arange(S, device=device)[None]
         if self.documents_BT is not None:
-            starts = torch.where(_starts_document(self.documents_BT), positions, 0).cummax(dim=1).values
-            positions = positions - starts
+            starts = torch.where(_starts_document(self.documents_BT), columns, 0).cummax(dim=1).values
+            positions = columns - starts
+        if self.branches_BT is not None:  # each branch continues at the end of the document's beginning
+            positions = positions - _branch_offsets(self.documents_BT, self.branches_BT, columns)
         return positions[:, self.local_columns(start, T, device)]
 
     def key_positions(self, S: int, device: torch.device) -> Tensor:
@@ -244,6 +264,20 @@ def _starts_document(documents_BT: Tensor) -> Tensor:
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     return starts_BT
+
+
+def _branch_offsets(documents_BT: Tensor | None, branches_BT: Tensor, columns_1T: Tensor) -> Tensor:
+    """(B, T): how many columns of other branches lie between a branch and the beginning that it continues."""
+    borders_BT = (
+        torch.zeros_like(branches_BT, dtype=torch.bool) if documents_BT is None else _starts_document(documents_BT)
+    )
+    borders_BT[:, 0] = True
+    inside_BT = branches_BT > 0
+    after_BT = torch.ones_like(inside_BT)
+    after_BT[:, 1:] = ~inside_BT[:, :-1]
+    first_BT = torch.where(inside_BT & (borders_BT | after_BT), columns_1T, 0).cummax(dim=1).values
+    own_BT = torch.where(_starts_document(branches_BT) | borders_BT, columns_1T, 0).cummax(dim=1).values
+    return torch.where(inside_BT, own_BT - first_BT, 0)
 
 
 def _distance_range(q0: Tensor, q1: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from bessemer.errors import UserError
 from bessemer.model.families.llama import linear
-from bessemer.model.families.registry import Config, Family, WeightMapping, families_for, family_of, rename
+from bessemer.model.families.registry import Config, Family, WeightMapping, families_for, family_of, read_shape, rename
 from bessemer.spec.shape import ModelShape
 
 ClassifierKind = Literal["sequence", "token"]
@@ -116,6 +116,15 @@ def classifier_family(config: Config) -> ClassifierFamily:
     raise UserError(
         f"config.json: architectures: {named!r} is neither {' nor '.join('...' + c for c in _CLASSES.values())}"
     )
+
+
+def read_model(config: Config) -> tuple[Family, ModelShape]:
+    """The family and the shape of a config, of a language model or of a classifier of texts or tokens."""
+    named = str((config.get("architectures") or [""])[0])
+    if not named.endswith(tuple(_CLASSES.values())):
+        return read_shape(config)
+    family = classifier_family(config)
+    return family, family.shape(config)
 
 
 def body_family(config: Config) -> HeadlessFamily:

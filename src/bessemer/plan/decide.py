@@ -11,15 +11,27 @@ from dataclasses import asdict, dataclass
 
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.memory import Passes, decide_micro_batch
-from bessemer.plan.decision import BASES, EMPIRICAL, Plan
+from bessemer.plan.decision import BASES, EMPIRICAL, Plan, RecipeAnswer
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures, sources_used
 from bessemer.plan.recipe.adapters import adapter_rate, decide_adapter
-from bessemer.plan.recipe.fine_tuning import SFT_SMALLEST, SFT_STEPS, classify, dpo, grpo, ppo, sft, sft_batch_rows
+from bessemer.plan.recipe.fine_tuning import (
+    SFT_SMALLEST,
+    SFT_STEPS,
+    Tuning,
+    classify,
+    dpo,
+    grpo,
+    ppo,
+    reward,
+    sft,
+    sft_batch_rows,
+)
 from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
 from bessemer.plan.search.layout import ONE_PROCESS, Layout
 from bessemer.spec.mixture import Mixture
 from bessemer.spec.model import model_shape
+from bessemer.spec.preference import ANSWER_OBJECTIVES, PREFERENCES
 from bessemer.spec.quantity import human_count, human_time, span_steps
 from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
@@ -214,11 +226,14 @@ def decide_batch(
             rows = spec.rl.step_prompts * spec.rl.samples
             reason = f"{spec.rl.step_prompts} prompts x {spec.rl.samples} answers; several share a row"
             batch = plan.add(key, rows * context, reason, "asked")
-        elif spec.objective == "dpo":
-            recipe, pairs = dpo(shape.parameters), sft_batch_rows(tokens / context)
-            reason = f"{pairs} pairs: at most {recipe.value.settings['batch_rows']}"
+        elif spec.objective in ANSWER_OBJECTIVES:
+            recipe = fine_tuning(spec, shape)
+            most = recipe.value.settings["batch_rows"]
+            rows = min(most, sft_batch_rows(tokens / context))
+            kind = "answers" if spec.objective == "kto" else "pairs"
+            reason = f"{rows} {kind}: at most {most}"
             reason += f", fewer if the run would have less than {SFT_STEPS} steps"
-            batch = plan.choose(key, spec.budget.batch, (pairs * context, reason, recipe.source), recipe.basis)
+            batch = plan.choose(key, spec.budget.batch, (rows * context, reason, recipe.source), recipe.basis)
         else:
             answer = batch_tokens(shape.parameters, tokens)
             decided = (max(4, round(answer.value / context)) * context, answer.reason, answer.source)
@@ -241,10 +256,8 @@ def decide_tokens(spec: RunSpec, shape: ModelShape, corpus_tokens: int, plan: Pl
     if spec.objective in RL_OBJECTIVES and budget.tokens == "auto":
         reason = "one pass over the prompts; budget.steps or epochs sets another length"
         return int(plan.add("budget.tokens", corpus_tokens, reason, "rule", "open question"))
-    if spec.objective in ("classify", "sft", "dpo"):
-        recipe = dpo(shape.parameters) if spec.objective == "dpo" else sft(shape.parameters)
-        if spec.objective == "classify":
-            recipe = classify(shape.parameters, is_continued(spec))
+    if spec.objective in ("classify", "sft", *ANSWER_OBJECTIVES):
+        recipe = fine_tuning(spec, shape)
         epochs = recipe.value.settings["epochs"]
         passes = (epochs * corpus_tokens, f"{epochs} passes over the rows: {recipe.reason}", recipe.source)
         return int(plan.choose("budget.tokens", budget.tokens, passes, recipe.basis))
@@ -267,13 +280,14 @@ def decide_lr(
         recipe = classify(shape.parameters, trained=True)
         rate = (recipe.value.settings["learning_rate"], "usual for a new head on trained weights", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
-    released = spec.objective == "dpo" or (spec.objective == "sft" and shape.parameters >= SFT_SMALLEST)
-    if spec.objective in RL_OBJECTIVES and shape.parameters >= SFT_SMALLEST and name in ("adamw", "adam"):
+    large = shape.parameters >= SFT_SMALLEST
+    released = spec.objective in PREFERENCES or (spec.objective in ("sft", "reward") and large)
+    if spec.objective in RL_OBJECTIVES and large and name in ("adamw", "adam"):
         recipe = ppo() if spec.objective == "ppo" else grpo(shape.parameters)
         rate = (recipe.value.settings["learning_rate"], "usual for answers sampled from the model", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
     if released and continued and name in ("adamw", "adam"):
-        recipe = dpo(shape.parameters) if spec.objective == "dpo" else sft(shape.parameters)
+        recipe = fine_tuning(spec, shape)
         rate = (recipe.value.settings["learning_rate"], "of released models, by size", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
     # The laws are not valid for the few tokens of a continued run.
@@ -297,6 +311,14 @@ def decide_lr(
     return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *decided), basis))
 
 
+def fine_tuning(spec: RunSpec, shape: ModelShape | None) -> RecipeAnswer[Tuning]:
+    """The settings of the objective of fine-tuning, for a shape if it is known."""
+    parameters = shape.parameters if shape else 1e9
+    if spec.objective == "classify":
+        return classify(parameters, is_continued(spec))
+    return {"sft": sft, "dpo": dpo, "kto": dpo, "reward": reward}[spec.objective](parameters)
+
+
 def is_continued(spec: RunSpec) -> bool:
     """Whether the run starts from trained weights."""
     return spec.start_from is not None or spec.model.hf is not None
@@ -310,8 +332,8 @@ def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan)
         if steps >= total_steps:
             raise UserError(f"schedule.warmup: {steps:,} steps are the whole run of {total_steps:,}: write 2%")
         return steps
-    if spec.objective in ("sft", "dpo"):
-        recipe = dpo(1e9) if spec.objective == "dpo" else sft(1e9)
+    if spec.objective in ("sft", *ANSWER_OBJECTIVES):
+        recipe = fine_tuning(spec, None)
         share = recipe.value.settings["warmup"]
         steps = max(1, round(share * total_steps))
         return int(plan.add("schedule.warmup", steps, f"{share:.0%} of the steps", recipe.source, recipe.basis))

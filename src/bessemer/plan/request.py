@@ -17,11 +17,12 @@ from bessemer.plan.hardware import parse_cluster
 from bessemer.plan.mixtures import SourceSize
 from bessemer.plan.recipe.pretraining import design_shape
 from bessemer.plan.search.search import FixedDegrees
-from bessemer.spec.classify import as_classifier
 from bessemer.spec.document import YamlDocument, apply_override
 from bessemer.spec.load import SpecError, validate
 from bessemer.spec.model import model_shape
+from bessemer.spec.preference import ANSWER_OBJECTIVES
 from bessemer.spec.quantity import human_count, human_time, parse_count, parse_duration
+from bessemer.spec.reward_model import with_label_head
 from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape
@@ -104,9 +105,7 @@ def request_from_spec(
         preset = next((key for key in PRESETS if key.lower() == (spec.model.preset or "").lower()), "")
         vocab = PRESET_VOCAB.get(preset, LLAMA_3_VOCAB) if preset else DEFAULT_VOCAB
     shape = model_shape(spec.model, int(vocab), folder_shape)
-    if spec.objective == "classify" and spec.classify is not None:
-        shape = as_classifier(shape, spec.classify)
-    return PlanRequest(spec, shape, f"the spec's, with a vocabulary of {vocab:,} tokens")
+    return PlanRequest(spec, with_label_head(spec, shape), f"the spec's, with a vocabulary of {vocab:,} tokens")
 
 
 def parse_count_option(name: str, text: str | None) -> int | None:
@@ -157,7 +156,7 @@ def fixed_degrees(spec: RunSpec) -> FixedDegrees:
 def depends_on_data(spec: RunSpec) -> bool:
     """Whether the length of the run follows from the size of its data."""
     by_rows = (
-        spec.objective in ("sft", "classify", "dpo", *RL_OBJECTIVES)
+        spec.objective in ("sft", "classify", *ANSWER_OBJECTIVES, *RL_OBJECTIVES)
         and spec.budget.steps is None
         and spec.budget.tokens == "auto"
     )

@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor, nn
 
 from bessemer.align.prompts import PromptData
+from bessemer.align.rollout_maker import RolloutMaker
 from bessemer.align.rollout_stream import RolloutStream
 from bessemer.checkpoint.remote import RemoteCheckpoints
 from bessemer.checkpoint.store import CheckpointStore
@@ -237,6 +238,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         if world.divided:
             init_sharded_weights(model, stages, device, spec.seed, spec.model.init)
         clear_adapters(model)
+        spread_heads(model, spec)
         sharded = spec.parallel.replicas.divide_optimizer and world.size > 1
         optimizer = zero1_optimizer(model, spec, world) if sharded else optimizer_for(model, spec, bool(stages))
         if after_step:
@@ -263,7 +265,8 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         Ema(named, spec.optimizer.ema) if spec.optimizer.ema else None, runner,
         LossScale(spec.loss_scale, device) if plan.precision == "fp16" else None,
     )  # fmt: skip
-    rollouts, evaluator = None, None
+    rollouts: RolloutMaker | None = None
+    evaluator: Evaluator | None = None
     if parts.prompts is not None and isinstance(parts.stream, RolloutStream):
         rollouts, evaluator = attach_rollouts(
             spec, parts.prompts, parts.stream, parts.held_out, plan, device, world, run.folder
@@ -285,6 +288,17 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         Recorder(run, view, step_flops(model, parts.shape, plan.context), parts.peak_flops),
         CheckpointSaver(CheckpointStore(run.checkpoints, world), fingerprint, remote), rollouts=rollouts,
     )  # fmt: skip
+
+
+def spread_heads(model: nn.Module, spec: RunSpec) -> None:
+    """The heads of a reward ensemble start with different scores of all answers, and keep their differences where no
+    pair decides (Osband et al. 2018, randomized prior functions). Drawn with 0.02, they learn to agree everywhere."""
+    if spec.objective != "reward" or spec.reward.heads == 1 or spec.model.init not in ("gpt", "depth"):
+        return
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("head.weight"):
+                weight.mul_(50 * spec.reward.spread / weight.shape[1] ** 0.5)
 
 
 def step_flops(model: Decoder, shape: ModelShape, context: int) -> int:
@@ -324,7 +338,9 @@ def choose_attention(engine: Engine, plan: Plan, previous: Plan | None) -> None:
     if name is None:
         dtype = compute_type(engine.plan.precision)
         tasks = {task.kind for task in engine.spec.tasks}
-        packed, prefix = not engine.spec.data.cross_documents, not tasks <= {"causal", "infill"}
+        packed = not engine.spec.data.cross_documents
+        shared = engine.spec.objective == "dpo" and engine.spec.dpo.share_prefix is True
+        prefix = shared or not tasks <= {"causal", "infill"}
         choice = choose(
             engine.model.shape, engine.plan.context, engine.plan.micro_rows, dtype, engine.device, packed,
             prefix=prefix, dropout=engine.spec.dropout.attention > 0,

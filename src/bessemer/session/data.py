@@ -46,6 +46,7 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.mixtures import SourceSize, sources_used
 from bessemer.session.rl import held_out_prompts, open_prompts, prompt_rows, rollout_stream
 from bessemer.spec.data import SourceSpec, StoreSpec
+from bessemer.spec.preference import ANSWER_OBJECTIVES
 from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.train.evaluate import HeldOutSet
@@ -66,6 +67,8 @@ def prepare_data(
     spec: RunSpec, plan: Plan, progress: Callable[[str], None] | None = None, engine: CurationEngine | None = None
 ) -> Prepared:
     """The stores of the spec's sources, from the cache or prepared now."""
+    if spec.objective in RL_OBJECTIVES:
+        raise UserError(f"objective: {spec.objective}: prompts are read when a run starts: there is nothing to prepare")
     for name, source in spec.data.sources.items():
         if not source.path:
             raise UserError(f"data.sources.{name}.path: missing: preparing data needs its files")
@@ -243,8 +246,8 @@ def held_out_rows(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutS
                 for name, rows in packed.items()
             }
         return {
-            name: HeldOutSet(GroupRows(store, context), store.documents * context, 1.0)
-            if GROUP in store.fields
+            name: HeldOutSet(rows, rows.count * context, 1.0, mismatched=_mismatched(spec))
+            if (rows := _group_rows(spec, data, store, context)) is not None
             else HeldOutSet.of_store(store, context)
             for name, store in data.validation.items()
         }
@@ -255,6 +258,20 @@ def held_out_rows(spec: RunSpec, data: Data, context: int) -> dict[str, HeldOutS
     return held_out
 
 
+def _group_rows(spec: RunSpec, data: Prepared, store: TokenStore, context: int) -> GroupRows | None:
+    """The rows of a store with pairs or labelled answers; None for others."""
+    if spec.objective == "kto":
+        return GroupRows(store, context, single=True)
+    if GROUP not in store.fields:
+        return None
+    share = spec.objective == "dpo" and spec.dpo.share_prefix is True
+    return GroupRows(store, context, share, pack=spec.objective == "dpo" and spec.data.packing == "best_fit")
+
+
+def _mismatched(spec: RunSpec) -> bool:
+    return spec.objective == "kto" and spec.kto.needs_mismatched
+
+
 def _rows(spec: RunSpec, prepared: Prepared, name: str, context: int) -> Rows:
     store = prepared.train[name]
     if store.masked and store.tokens and not store.targets_before(np.array([store.tokens]))[0]:
@@ -262,8 +279,8 @@ def _rows(spec: RunSpec, prepared: Prepared, name: str, context: int) -> Rows:
             f"source {name!r}: nothing is learned: no turn of its conversations has the role assistant, or all have "
             "weight 0; correct the roles (user, assistant, system, tool)"
         )
-    if GROUP in store.fields:
-        return GroupRows(store, context)
+    if (groups := _group_rows(spec, prepared, store, context)) is not None:
+        return groups
     if spec.data.packing == "best_fit":
         index = f"{name}.best-fit-{context}"
         if prepared.url and not (prepared.folder / f"{index}.json").exists():
@@ -297,7 +314,10 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
     sizes_by_source = {}
     for name, source in data.train.items():
         count = rows[name].count if name in rows else 0
-        padded = (spec.objective, spec.data.packing) == ("classify", "pad") or spec.objective in ("sft", "dpo")
+        padded = (spec.objective, spec.data.packing) == ("classify", "pad") or spec.objective in (
+            "sft",
+            *ANSWER_OBJECTIVES,
+        )
         tokens = source.tokens if isinstance(source, TokenStore) and not padded else count * context
         if isinstance(data, PromptData):
             tokens *= spec.rl.samples * spec.rl.epochs
@@ -315,6 +335,11 @@ def sizes(spec: RunSpec, rows: dict[str, Rows], data: Data, context: int) -> dic
 def log_packing(spec: RunSpec, rows: dict[str, Rows], training: TrainPlan, plan: Plan) -> None:
     """Adds the cost of packing and curriculum to the plan."""
     packed = [(name, source.index.padding_share) for name, source in rows.items() if isinstance(source, BestFitRows)]
+    if groups := {
+        name: f"{1 - source.used:.1%} padding" for name, source in rows.items() if isinstance(source, GroupRows)
+    }:
+        held = "as many pairs as fit" if spec.data.packing == "best_fit" else "one pair or answer in a row"
+        plan.add("data.packing", groups, held, "computed")
     if packed:
         shares = {name: f"{share:.2%} padding" for name, share in packed}
         plan.add("data.packing", shares, "whole documents where they fit, none truncated", "computed")
@@ -345,7 +370,10 @@ def build_stream(spec: RunSpec, data: Data, rows: dict[str, Rows], plan: TrainPl
     order = StreamOrder(
         [MixturePhase(start, mixture) for start, mixture in plan.mixtures], lengths, spec.seed, rankings
     )
-    return BatchStream(rows, order, plan.context, steps, transforms=_transforms(spec, data))
+    mismatch = 0 if _mismatched(spec) else None
+    if mismatch == 0 and any(size < 2 for _, size in plan.batch_rows):
+        raise UserError("budget.batch: kto compares a prompt with the answers of others: write two rows a step or more")
+    return BatchStream(rows, order, plan.context, steps, transforms=_transforms(spec, data), mismatch=mismatch)
 
 
 def rank_documents(spec: RunSpec, data: Prepared, rows: Rows, name: str) -> CurriculumRanking | None:

@@ -44,6 +44,7 @@ from bessemer.session.replay import stream_of
 from bessemer.session.session import Session, existing_run, run_folder
 from bessemer.session.start import complete_spec, dry_run, load_source
 from bessemer.spec.load import load_spec
+from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.storage import write_atomic
@@ -119,8 +120,15 @@ def _assemble(
     return Inspection(spec, plan, device, model, optimizer, stream, label, objective)
 
 
+def _refuse_rollouts(spec: RunSpec) -> None:
+    if spec.objective in RL_OBJECTIVES:
+        fix = "inspect the model that it started from, or replay a step"
+        raise UserError(f"objective: {spec.objective}: inspect reads token data, and such runs make their own: {fix}")
+
+
 def from_spec(spec: RunSpec) -> Inspection:
     """A fresh model as a run of the spec would start with."""
+    _refuse_rollouts(spec)
     spec = complete_spec(spec)
     device = pick_device(spec.parallel)
     resolved = dry_run(spec, device)
@@ -135,8 +143,10 @@ def from_spec(spec: RunSpec) -> Inspection:
 
 def from_run(folder: Path, checkpoint: str = "last", device: str = "auto") -> Inspection:
     """Weights and moments of a checkpoint, which is verified; the run is only read."""
-    run, stream, data, plan = stream_of(folder)
     _, spec = existing_run(folder)
+    _refuse_rollouts(spec)
+    run, stream, data, plan = stream_of(folder)
+    assert isinstance(stream, BatchStream), "others are refused"
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"--device {device}: write auto, cpu, cuda or mps")
     target = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]

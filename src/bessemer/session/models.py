@@ -51,6 +51,14 @@ class ModelSource:
     def size(self) -> OtherModel:
         return OtherModel(self.name, self.shape, self.spec.train)
 
+    def read_fingerprint(self) -> str:
+        """The fingerprint that `fill` sets, without a model."""
+        names, digest = build_model(self.shape, "meta", 0).state_dict().keys(), xxhash.xxh3_128()
+        for name in self.weights:
+            if name in names:
+                digest.update(f"{name} {FrozenTensor.of(self.weights[name]).xxh3_128}\n".encode())
+        return digest.hexdigest()
+
     def fill(self, model: nn.Module, seed: int) -> None:
         """Copies the weights into the model, each rank its shards; draws those of a new head."""
         targets = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if COMPANIONS not in name}
@@ -71,23 +79,23 @@ class ModelSource:
 
 
 def open_models(spec: RunSpec) -> list[ModelSource]:
-    """The models of the spec. Reads their configurations but no weights."""
-    sources = []
-    for name, other in spec.models.items():
-        if other.path == BASE:  # shares the run's model
-            continue
-        try:
-            files = find_model(other.path, other.checkpoint)
-            shape = files.shape
-            kind: Kind = "checkpoint" if files.checkpoint else "hf"
-            weights = open_weights(kind, files.checkpoint or files.place)
-        except UserError as error:
-            raise UserError(f"models.{name}: {error}") from None
-        if other.head == "score":
-            shape = as_classifier(shape, ClassifySpec(problem="regression", pool="last"))
-        place = files.checkpoint or files.place
-        sources.append(ModelSource(name, other, shape, weights, str(place), files))
-    return sources
+    """The models of the spec that a run holds in memory. Reads their configurations but no weights."""
+    stored = spec.objective == "dpo" and spec.dpo.reference == "stored"  # its log-probabilities are with the data
+    names = [name for name in spec.models if not (stored and name == "reference")]
+    return [open_model(name, spec.models[name]) for name in names if spec.models[name].path != BASE]
+
+
+def open_model(name: str, other: OtherModelSpec) -> ModelSource:
+    try:
+        files = find_model(other.path, other.checkpoint)
+        shape = files.shape
+        kind: Kind = "checkpoint" if files.checkpoint else "hf"
+        weights = open_weights(kind, files.checkpoint or files.place)
+    except UserError as error:
+        raise UserError(f"models.{name}: {error}") from None
+    if other.head == "score":
+        shape = as_classifier(shape, ClassifySpec(problem="regression", pool="last"))
+    return ModelSource(name, other, shape, weights, str(files.checkpoint or files.place), files)
 
 
 def check_tokenizers(sources: Iterable[ModelSource], tokenizer: Tokenizer) -> None:
@@ -165,17 +173,21 @@ def load_frozen(source: ModelSource, world: World, spec: RunSpec, precision: str
 def record_models(sources: Iterable[ModelSource], plan: Plan, previous: Plan | None) -> None:
     """Adds the models to the plan; refuses frozen ones whose weights are not those that the run began with."""
     for source in sources:
-        key = f"models.{source.name}"
-        count = f"{human_count(source.shape.parameters)} parameters"
         if source.spec.train:
-            plan.add(key, f"{count}, trained", f"started from {source.place}", "asked")
+            count = f"{human_count(source.shape.parameters)} parameters"
+            plan.add(f"models.{source.name}", f"{count}, trained", f"started from {source.place}", "asked")
             continue
-        value = f"{count}, fingerprint {source.fingerprint}"
-        before = previous.decisions.get(key) if previous else None
-        if before is not None and before.value != value:
-            raise UserError(
-                f"{key}: the weights of {source.place} are not those that the run began with ({value}, was "
-                f"{before.value}): name the checkpoint that it began with ({key}.checkpoint), put the weights back, "
-                "or start a run with another name"
-            )
-        plan.add(key, value, f"frozen, read from {source.place}", "asked")
+        record_frozen(source, plan, previous)
+
+
+def record_frozen(source: ModelSource, plan: Plan, previous: Plan | None) -> None:
+    key = f"models.{source.name}"
+    value = f"{human_count(source.shape.parameters)} parameters, fingerprint {source.fingerprint}"
+    before = previous.decisions.get(key) if previous else None
+    if before is not None and before.value != value:
+        raise UserError(
+            f"{key}: the weights of {source.place} are not those that the run began with ({value}, was "
+            f"{before.value}): name the checkpoint that it began with ({key}.checkpoint), put the weights back, "
+            "or start a run with another name"
+        )
+    plan.add(key, value, f"frozen, read from {source.place}", "asked")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from bessemer.align.bradley_terry import BradleyTerry, ScoredTokens
 from bessemer.align.dpo import Dpo
+from bessemer.align.kto import Kto
 from bessemer.align.policy import PolicyGradient
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.rows import StoreRows
@@ -33,8 +35,12 @@ OBJECTIVES: dict[str, MakeObjective] = {
         spec.distill, spec.data.cross_documents, dropout_seed(spec)
     ),
     "dpo": lambda spec, stream, tokenizer, shape, context: Dpo(
-        spec.dpo, tokenizer.eos_id, first_tokens(spec, tokenizer), dropout_seed(spec)
+        spec.dpo, tokenizer.eos_id, first_tokens(spec, tokenizer), dropout_seed(spec), spec.dpo.reference == "stored"
     ),
+    "kto": lambda spec, stream, tokenizer, shape, context: Kto(
+        spec.kto, tokenizer.eos_id, first_tokens(spec, tokenizer), dropout_seed(spec)
+    ),
+    "reward": lambda spec, stream, tokenizer, shape, context: make_reward(spec, tokenizer, shape),
 }
 
 
@@ -64,6 +70,16 @@ def make_classify(spec: RunSpec, stream: Stream, shape: ModelShape) -> Classify:
     stores = [rows.store for rows in getattr(stream, "sources", {}).values() if isinstance(rows, StoreRows)]
     spread = label_variance(stores) if stores and spec.classify.problem == "regression" else 1.0
     return Classify(spec.classify, shape.causal, spec.optimizer.clip, dropout_seed(spec), spread)
+
+
+def make_reward(spec: RunSpec, tokenizer: Tokenizer, shape: ModelShape) -> BradleyTerry:
+    if not shape.causal:
+        raise UserError(
+            f"model.hf: {spec.model.hf} attends to both sides: objective: reward scores the last token of a causal "
+            "decoder; for a score of each text write objective: classify with problem: regression"
+        )
+    scored = ScoredTokens.of_folder(Path(spec.model.hf) if spec.model.hf else None, tokenizer)
+    return BradleyTerry(spec.reward, scored, spec.optimizer.clip, spec.seed, dropout_seed(spec))
 
 
 def dropout_seed(spec: RunSpec) -> int | None:

@@ -41,6 +41,7 @@ from bessemer.session.build import JobParts, choose_attention, make_job
 from bessemer.session.data import PYTHON_SOURCE, Data, build_stream, held_out_rows, make_rows
 from bessemer.session.models import open_models
 from bessemer.session.objectives import make_objective
+from bessemer.session.reference import attach_recorded
 from bessemer.session.restore import banned_documents_of, bitwise_since, normal_range, rounding_changes
 from bessemer.session.rl import open_prompts
 from bessemer.session.session import existing_run
@@ -99,6 +100,7 @@ def stream_of(folder: str | Path) -> tuple[Run, BatchStream | RolloutStream, Dat
     else:
         data = open_prepared(Path(json.loads((run.folder / "data.json").read_text())["folder"]))
     rows = make_rows(spec, data, plan.context)
+    attach_recorded(run.folder, rows)
     committed = CheckpointStore(run.checkpoints).committed()
     segments = [Segment.from_json(entry) for entry in committed[-1][1].segments] if committed else [Segment(0, 0)]
     stream = build_stream(spec, data, rows, plan, segments)

@@ -23,10 +23,11 @@ from bessemer.plan.search.layout import check_processes
 from bessemer.run.directory import Run, RunReader, RunWriter
 from bessemer.session.build import attach_snapshots, build_job, fit_memory
 from bessemer.session.data import Data, describe_file_changes, exclude_documents, open_data, report_other_exclusions
-from bessemer.session.preferences import check_pair_sources
+from bessemer.session.preferences import agreement_lines, check_pair_sources, decide_sharing
 from bessemer.session.record import SPEC_FILE, PlanComparison, record_start
 from bessemer.session.recovery.incident import IncidentResponder
 from bessemer.session.recovery.restart import HangResponse, is_relaunched, open_run, under_launcher
+from bessemer.session.reference import store_reference
 from bessemer.session.restore import PreviousStart, load_previous_start, prepare_checkpoints, restore
 from bessemer.session.sft import check_sources, refuse_mistakes
 from bessemer.session.start import (
@@ -39,6 +40,7 @@ from bessemer.session.start import (
     resolve_run,
 )
 from bessemer.spec.load import load_spec
+from bessemer.spec.preference import ANSWER_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.compile import use_tf32
@@ -121,8 +123,10 @@ class Session:
         machine = self._measure_machine(plan)
         data, shape, context = self._open_data(run, plan, previous)
         self.spec = decide_adapter_kind(self.spec, shape, context, machine, plan, previous.plan, world.size)
+        self.spec = decide_sharing(self.spec, shape, data, plan)
         machine = choose_layout(self.spec, world, shape, context, machine, plan, previous.plan)
         resolved = resolve_run(self.spec, data, shape, context, machine, plan, previous.plan, world.layout)
+        store_reference(self.spec, resolved, world, self.view, run.folder, previous.plan)
         job = build_job(self.spec, resolved, machine, world, run, self.view, previous.plan)
         job.interrupt = self.interrupt
         peak_bytes = fit_memory(job, plan, resumed=previous.plan is not None)
@@ -173,7 +177,7 @@ class Session:
             data, shape, context = self._prepare(plan)
         for note in getattr(data, "notes", ()):
             self._note_data(run, note)
-        if self.spec.objective in ("sft", "dpo") and previous.plan is None:
+        if self.spec.objective in ("sft", *ANSWER_OBJECTIVES) and previous.plan is None:
             self._check_rows(run, data, context)
         return data, shape, context
 
@@ -183,8 +187,10 @@ class Session:
         mistakes: dict[str, list[Mistake]] = {}
         with self.world.main_process_first():
             if self.world.main:
-                check = check_pair_sources if self.spec.objective == "dpo" else check_sources
+                check = check_pair_sources if self.spec.objective in ANSWER_OBJECTIVES else check_sources
                 mistakes = check(self.spec, data, context)
+                for note in agreement_lines(self.spec):
+                    self._note_data(run, note)
         for line in refuse_mistakes(self.world.agree(mistakes)):
             self._note_data(run, f"warning: {line}")
 

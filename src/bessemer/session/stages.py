@@ -6,6 +6,7 @@ Between two stages the model is exported as a Hugging Face folder, with adapters
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -47,8 +48,10 @@ def train_chain(chain: Chain, options: list[str], restart: bool = False) -> int:
         for name in stage.needs:
             _export(chain, next(other for other in chain.stages if other.name == name))
         path = chain.spec_file(stage)
-        begins_anew = restart or (stage.run.exists() and path.exists() and path.read_text() != dump_spec(stage.spec))
+        begins_anew = restart or (stage.run.exists() and path.exists() and not has_settings(chain, stage))
         write_atomic(path, dump_spec(stage.spec), parents=True)
+        if stage.make and (code := make_rows(chain, stage, begins_anew)):
+            return _ended(title, code)
         shutil.rmtree(chain.model_folder(stage.name), ignore_errors=True)  # a model of earlier settings
         command = [sys.executable, "-m", "bessemer", "train", str(path), *options]
         with _signals_go_to_the_stage() as children:
@@ -56,18 +59,87 @@ def train_chain(chain: Chain, options: list[str], restart: bool = False) -> int:
             code = children[0].wait()
         write_report(chain)
         if code:
-            print(f"{title}: ended with exit code {code}; the same command continues it", file=sys.stderr)
-            return code if code > 0 else 128 - code
+            return _ended(title, code)
         restart = restart or begins_anew  # later stages began from another model
     write_report(chain)
     print(f"report  {chain.folder / REPORT}")
     return 0
 
 
+def _ended(title: str, code: int) -> int:
+    print(f"{title}: ended with exit code {code}; the same command continues it", file=sys.stderr)
+    return code if code > 0 else 128 - code
+
+
+def make_arguments(chain: Chain, stage: Stage) -> list[str]:
+    """The arguments of `align best` for the rows of a stage; none if it makes none. Each stage has its own seed."""
+    if stage.make is None:
+        return []
+    out, rows = chain.made_rows(stage.name), stage.make.rows
+    seed = stage.spec.seed + [other.name for other in chain.stages].index(stage.name)
+    reward = rows.reward if isinstance(rows.reward, str) else json.dumps(rows.reward)
+    return [
+        str(stage.spec.model.hf), "--prompts", rows.prompts, "--reward", reward, "--n", str(rows.n),
+        "--write", str(out), "--max-tokens", str(rows.max_tokens), "--temperature", str(rows.temperature),
+        "--top-p", str(rows.top_p), "--seed", str(seed), "--device", stage.spec.parallel.device,
+        *(["--pairs"] if stage.make.pairs else []),
+    ]  # fmt: skip
+
+
+def make_rows(chain: Chain, stage: Stage, anew: bool) -> int:
+    """Samples the rows of a stage from the model that it starts from, once, in a process of its own: its exit code. The
+    summary lies beside the rows, for the report."""
+    assert stage.make is not None
+    out, summary, arguments = chain.made_rows(stage.name), made_summary(chain, stage), make_arguments(chain, stage)
+    if not anew and out.exists() and summary.get("arguments") == arguments:
+        print(f"rows made before: {out}", flush=True)
+        return 0
+    out.unlink(missing_ok=True)
+    print(f"sampling {'pairs' if stage.make.pairs else 'answers'} from {stage.spec.model.hf}", flush=True)
+    with _signals_go_to_the_stage() as children:
+        command = [sys.executable, "-m", "bessemer", "align", "best", *arguments, "--json"]
+        children.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        printed, _ = children[0].communicate()
+    if children[0].returncode == 0:
+        summary = {"arguments": arguments, **json.loads(printed)}
+        if not summary["rows"]:
+            out.unlink()
+            problem = "no prompt has a finished answer that is better than another"
+            cut = f"{1 - summary['finished']:.0%} of the answers were cut off at max_tokens"
+            fix = "train the model before, or raise max_tokens or n"
+            raise UserError(f"stage {stage.name}: make: {problem} ({cut}): {fix}")
+        write_atomic(out.with_suffix(".json"), json.dumps(summary, indent=1))
+        print("  ".join(describe_made(summary)), flush=True)
+    return children[0].returncode
+
+
+def made_summary(chain: Chain, stage: Stage) -> dict[str, Any]:
+    """What `align best` printed of the rows of a stage; empty before it."""
+    path = chain.made_rows(stage.name).with_suffix(".json")
+    summary: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return summary
+
+
+def describe_made(summary: dict[str, Any]) -> list[str]:
+    """For the terminal and the report. The reward of one sample is that of the model which the stage starts from."""
+    first, last = summary["curve"][0], summary["curve"][-1]
+    return [
+        f"rows made: {summary['rows']} of {summary['prompts']} prompts, {summary['samples']} samples each",
+        f"reward of one sample: {_number(first['reward'])} ± {first['reward_error']:.2g}",
+        f"reward of the best of {last['n']}: {_number(last['reward'])}",
+    ]
+
+
 def is_finished(chain: Chain, stage: Stage) -> bool:
+    begun = (stage.run / "events.jsonl").exists()
+    return begun and has_settings(chain, stage) and Run(stage.run).state == "finished"
+
+
+def has_settings(chain: Chain, stage: Stage) -> bool:
+    """Whether the stage was last started with these settings."""
     path = chain.spec_file(stage)
-    same = path.exists() and path.read_text() == dump_spec(stage.spec)
-    return same and (stage.run / "events.jsonl").exists() and Run(stage.run).state == "finished"
+    same_rows = made_summary(chain, stage).get("arguments", []) == make_arguments(chain, stage)
+    return path.exists() and path.read_text() == dump_spec(stage.spec) and same_rows
 
 
 def _export(chain: Chain, stage: Stage) -> None:
@@ -126,6 +198,8 @@ def write_report(chain: Chain) -> None:
         )
         names = [name for name in (last[-1] if last else {}) if name not in _GENERAL and _mean(last, name) is not None]
         details += [f"## {stage.name}", "", f"Run: {stage.run}. Steps vetoed: {vetoes}.", ""]
+        if stage.make and (summary := made_summary(chain, stage)):
+            details += [f"- {line}" for line in describe_made(summary)]
         details += [f"- {name}: {_change(first, last, name)}" for name in names]
         last_validation = validations[-1] if validations else {}
         for name in last_validation:

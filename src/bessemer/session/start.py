@@ -37,9 +37,9 @@ from bessemer.session.models import COMPANIONS, ModelSource, check_tokenizers, o
 from bessemer.session.preferences import log_preferences, with_preference_defaults
 from bessemer.session.rl import with_rl_defaults
 from bessemer.session.sft import log_sft, with_sft_defaults
-from bessemer.spec.classify import as_classifier
 from bessemer.spec.model import model_shape
 from bessemer.spec.quantity import human_count
+from bessemer.spec.reward_model import with_label_head
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import measure_machine
@@ -69,7 +69,7 @@ def open_source(spec: RunSpec) -> WeightSource | None:
     folder = HfFolder(spec.model.hf)
     if spec.model.wrap:
         return WeightSource(folder, None, read_wrapped(folder.path))
-    if spec.objective == "classify":
+    if spec.objective in ("classify", "reward"):
         family = body_family(folder.config)
         return WeightSource(folder, family, family.shape(folder.config))
     return WeightSource(folder, *read_shape(folder.config))
@@ -117,9 +117,7 @@ def decide_shape(spec: RunSpec, source: WeightSource | None, vocab: int, plan: P
     # Some models have spare rows, which stay.
     shape = model_shape(spec.model, max(vocab, folder_shape.vocab if folder_shape else 0), folder_shape)
     shape = scale_positions(shape, folder_shape)
-    if spec.objective == "classify":
-        assert spec.classify is not None
-        shape = as_classifier(shape, spec.classify)
+    shape = with_label_head(spec, shape)
     if source:
         value = f"{source.name}, {human_count(shape.parameters)} parameters"
         plan.add("model", value, f"config.json of {source.folder.path}", "model")

@@ -13,6 +13,7 @@ from bessemer.spec.document import KeyPath
 from bessemer.spec.model import ModelSpec, model_shape
 from bessemer.spec.objective_checks import OBJECTIVE_CHECKS, Problem
 from bessemer.spec.optimizer import FUSED, SETTINGS, memory_problems
+from bessemer.spec.preference import ANSWER_OBJECTIVES
 from bessemer.spec.quantity import format_names
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 from bessemer.spec.shape import preset
@@ -140,7 +141,7 @@ def check_conversations(spec: RunSpec) -> Iterator[Problem]:
     if chats:
         lists.append((("data", "clean"), spec.data.clean))
     for name, source in spec.data.sources.items():
-        if "chosen" in (source.columns or {}) and spec.objective in OBJECTIVES and spec.objective != "dpo":
+        if source.compares and spec.objective in OBJECTIVES and spec.objective not in ANSWER_OBJECTIVES:
             problem = f"objective: {spec.objective} would learn the rejected answers too"
             yield ("data", "sources", name, "columns"), f"{problem}: name an objective that compares them"
         if source.message_weights and spec.objective != "sft":

@@ -120,10 +120,10 @@ Format = Literal[
 ]
 Domain = Literal["web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"]
 COLUMN_ROLES = (
-    "text", "words", "label", "prompt", "completion", "chosen", "rejected", "instruction", "input", "output", "system",
-    "tools",
+    "text", "words", "label", "prompt", "completion", "chosen", "rejected", "margin", "answers", "scores", "annotators",
+    "instruction", "input", "output", "system", "tools",
 )  # fmt: skip
-OPTIONAL_ROLES = ("input", "system", "tools")  # a row may lack them
+OPTIONAL_ROLES = ("input", "system", "tools", "annotators")  # a row may lack them
 ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 
@@ -164,9 +164,16 @@ class SourceSpec(ShortSection, short="path"):
     messages_field: str | None = setting(None, "the field that holds a conversation, instead of text_field", "messages")
     columns: dict[str, str] | None = setting(
         None,
-        "columns by what they are for: text (instead of text_field), words, label; prompt with completion, or with "
-        "chosen and rejected; instruction, input and output; system; tools (JSON schemas, for the chat template)",
+        "columns by what they are for: text (instead of text_field), words, label; prompt with completion, with "
+        "completion and label (a thumb up or down), with chosen and rejected (and their margin), or with answers (a "
+        "list, best first, or with their scores); annotators (their votes); instruction, input and output; system; "
+        "tools (JSON schemas)",
         {"text": "review", "label": "sentiment"},
+    )
+    ranked: Literal["adjacent", "best", "all"] = setting(
+        "best",
+        "pairs from `answers`: each with the next one (adjacent), the best with each other one (best), or all pairs",
+        "adjacent",
     )
     chat_format: ChatFormat | None = setting(
         None,
@@ -207,11 +214,14 @@ class SourceSpec(ShortSection, short="path"):
         for role in ("system", "tools"):
             if role in self.columns and not self.messages_field and "prompt" not in self.columns:
                 raise ValueError(f"columns: {role} needs a prompt, an instruction or messages_field")
-        answers = [role for role in ("completion", "chosen", "rejected") if role in self.columns]
-        if answers and answers not in (["completion"], ["chosen", "rejected"]):
-            raise ValueError("columns: a prompt needs completion, or both chosen and rejected")
-        if answers == ["completion"] and "prompt" not in self.columns:
-            raise ValueError("columns: completion needs prompt")
+        answers = [role for role in ("completion", "chosen", "rejected", "answers") if role in self.columns]
+        complete = (["completion"], ["chosen", "rejected"], ["answers"])
+        if answers and answers not in complete:
+            raise ValueError("columns: a prompt needs completion, both chosen and rejected, or answers")
+        if answers in (["completion"], ["answers"]) and "prompt" not in self.columns:
+            raise ValueError(f"columns: {answers[0]} needs prompt")
+        if "scores" in self.columns and answers != ["answers"]:
+            raise ValueError("columns: scores are those of answers: name their column too")
         if (answers or "prompt" in self.columns) and (self.messages_field or text):
             other = f"messages_field ({self.messages_field})" if self.messages_field else f"the text ({text})"
             raise ValueError(f"columns: prompt and answers, and {other}: name one of them")
@@ -221,7 +231,11 @@ class SourceSpec(ShortSection, short="path"):
         roles = set(self.columns or ())
         if not {"instruction", "output"} <= roles:
             raise ValueError("columns: instruction and output need each other, and input needs both")
-        if (others := roles - {"instruction", "input", "output", "system", "tools"}) or self.messages_field or text:
+        if (
+            (others := roles - {"instruction", "input", "output", "system", "tools", "label"})
+            or self.messages_field
+            or text
+        ):
             other = ", ".join(sorted(others)) or f"messages_field ({self.messages_field})"
             raise ValueError(f"columns: instruction and output, and {other}: name one of them")
         return self
@@ -229,7 +243,14 @@ class SourceSpec(ShortSection, short="path"):
     @property
     def has_answers(self) -> bool:
         """Whether a row is a prompt with its answers."""
-        return self.columns is not None and any(role in self.columns for role in ("completion", "chosen", "output"))
+        roles = ("completion", "chosen", "output", "answers")
+        return self.columns is not None and any(role in self.columns for role in roles)
+
+    @property
+    def compares(self) -> bool:
+        """Whether a row has answers that are not to be imitated."""
+        columns = self.columns or {}
+        return "chosen" in columns or "answers" in columns or ("label" in columns and self.has_answers)
 
     @property
     def has_only_prompt(self) -> bool:

@@ -46,14 +46,20 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "tokenizer.learn": ("train_on_inputs roles_to_train assistant_only_loss completion_only_loss mask_history", ""),
     "data.sources": (
         "datasets dataset dataset_name dataset_path dataset_dir train_file train_data data_path dataset_mixer "
-        "test_datasets pretraining_dataset",
+        "test_datasets pretraining_dataset remove_unused_columns",
         "",
     ),
     "data.context": (
         "sequence_len max_seq_length max_seq_len max_length cutoff_len block_size seq_len seq_length n_ctx "
-        "context_length model_max_length max_position_embeddings n_positions",
+        "context_length model_max_length max_position_embeddings n_positions max_prompt_length max_completion_length",
         "",
     ),
+    "dpo.loss": ("loss_type reference_free", ""),
+    "dpo.sft": ("rpo_alpha cpo_alpha pref_ftx", "the weight of the chosen answer's cross-entropy"),
+    "dpo.margin": ("simpo_gamma gamma_beta_ratio", ""),
+    "dpo.reference": ("precompute_ref_log_probs precompute_ref_logps", ""),
+    "models": ("ref_model ref_model_path ref_model_name_or_path ref_adapter_name", "by default the reference is the "
+               "model that the run starts from"),
     "data.packing": ("sample_packing pad_to_sequence_len eval_packing neat_packing packing_strategy", ""),
     "data.validation": ("val_set_size val_size validation_split eval_dataset validation_file", ""),
     "budget.tokens": ("train_tokens max_tokens num_tokens total_tokens", ""),
@@ -173,12 +179,25 @@ _SAME_VALUE = (
     "loss.smoothing loss.z dropout.attention dropout.residual dropout.embedding parallel.threads "
     "parallel.deepspeed.zero parallel.dp_shard parallel.dp_replicate parallel.tp parallel.cp parallel.sequence "
     "parallel.pp parallel.ep checkpoint.keep_last checkpoint.every evaluate.every data.validation "
-    "schedule.floor"
+    "schedule.floor dpo.loss dpo.smoothing dpo.sft dpo.margin kto.loss"
 )
 _OTHER_VALUE = (
     "lr_decay_iters lr_decay_steps auto_find_batch_size zero_optimization data_seed min_lr cosine_constant_lr_ratio "
-    "saves_per_epoch evals_per_epoch"
+    "saves_per_epoch evals_per_epoch reference_free gamma_beta_ratio max_prompt_length max_completion_length"
 )
+# Names that mean something else with an objective, and notes on single names.
+_WITH_OBJECTIVE = {
+    ("dpo", "label_smoothing"): "dpo.smoothing",
+    ("dpo", "gamma"): "dpo.margin",
+    ("kto", "loss_type"): "kto.loss",
+}
+_NOTES = {
+    "max_prompt_length": "of a prompt and its answers together; prompts alone have no limit, and nothing is cut",
+    "max_completion_length": "of a prompt and its answers together; answers alone have no limit, and nothing is cut",
+    "remove_unused_columns": "only the columns that a source names are read: remove the key",
+    "reference_free": "losses without a reference are simpo and orpo",
+    "gamma_beta_ratio": "gamma itself: the ratio times beta",
+}
 _PRECISIONS = {
     "float32": "fp32", "fp32": "fp32", "32": "fp32", "tf32": "tf32", "float16": "fp16", "fp16": "fp16", "half": "fp16",
     "16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "pure_bf16": "bf16", "fp8": "fp8",
@@ -189,14 +208,20 @@ MAIN_KEY = {"tokenizer": "path", "dropout": "residual"}
 _OUR_KEYS = {name: key for key, (names, _) in FOREIGN.items() for name in names.split()}
 
 
-def our_key(name: str) -> str | None:
+def our_key(name: str, objective: str = "") -> str | None:
     """Bessemer's dotted key for the key `name` of another tool."""
-    return _OUR_KEYS.get(name.lower().replace("-", "_"))
+    name = name.lower().replace("-", "_")
+    return _WITH_OBJECTIVE.get((objective, name)) or _OUR_KEYS.get(name)
 
 
-def our_value(name: str, value: Any) -> Any:
+def note_on(name: str, key: str) -> str:
+    """What to know about another tool's key; empty if nothing."""
+    return _NOTES.get(name.lower().replace("-", "_")) or FOREIGN.get(key, ("", ""))[1]
+
+
+def our_value(name: str, value: Any, objective: str = "") -> Any:
     """The value in Bessemer of another tool's key; None if its meaning differs."""
-    name, key = name.lower().replace("-", "_"), our_key(name)
+    name, key = name.lower().replace("-", "_"), our_key(name, objective)
     if key == "precision":
         text = str(value).lower().removeprefix("torch.")
         if name in _PRECISIONS and text in SWITCH:  # `fp16: true`, in contrast to `dtype: float16`

@@ -436,8 +436,11 @@ SFT_CHECKS = (
     "template_tokens_missing", "bos_eos_mismatch", "special_tokens_split", "system_prompt_lost", "leaked_validation",
     "short_answers", "language_mixup", "rows_beyond_context",
 )  # fmt: skip
-# The same of `objective: dpo` (data/pair_checks.py).
-PAIR_CHECKS = ("identical_answers", "contradictory_pairs", "duplicate_pairs", "length_bias")
+# The same of `objective: dpo` and `kto` (data/pair_checks.py).
+PAIR_CHECKS = (
+    "identical_answers", "contradictory_pairs", "duplicate_pairs", "length_bias", "prompt_differs", "chosen_agreeable",
+    "one_sided_labels", "contradictory_labels", "unbalanced_labels", "low_agreement",
+)  # fmt: skip
 
 RULES: dict[str, Callable[[LintFacts], Warnings]] = {
     rule.__name__: rule

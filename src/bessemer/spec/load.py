@@ -149,18 +149,19 @@ def _section_hint(path: KeyPath, value: Any) -> str:
     return f"; write keys below it, such as {path[-1]}: {{{key}: {_yaml(field.examples[0])}}} ({field.description})"
 
 
-def _explain_unknown_key(path: KeyPath, value: Any) -> str:
-    key = str(path[-1])
-    if known := hints.our_key(key):
-        note = f" ({hints.FOREIGN[known][1]})" if hints.FOREIGN[known][1] else ""
+def _explain_unknown_key(path: KeyPath, value: Any, objective: str) -> str:
+    key, objective = str(path[-1]), str(path[0]) if len(path) > 1 else objective
+    if known := hints.our_key(key, objective):
+        note = f" ({text})" if (text := hints.note_on(key, known)) else ""
         known_path = tuple(known.split("."))
-        field, translated = _field(known_path), hints.our_value(key, value)
+        field, translated = _field(known_path), hints.our_value(key, value, objective)
         if field is not None and _is_valid(field, translated):
             fix = f"; write {known_path[-1]}: {_short(translated)} ({field.description})"
         else:
             fix = _example(known_path).replace("; write ", "; for example ", 1)
         return f"unknown key; in Bessemer it is {known}{note}{fix}"
     holders = [section for section in RunSpec.model_fields if key in (_fields_at((section,)) or {})]
+    holders = [objective] if objective in holders else holders
     if holders and (section := path[:-1]) != (holders[0],):
         sections = f"{holders[0]}:" + (f" (or {', '.join(holders[1:])})" if holders[1:] else "")
         place = f"in {'.'.join(map(str, section))}" if section else "here"
@@ -179,11 +180,11 @@ def spec_key(name: str) -> str | None:
     return f"{holders[0]}.{name}" if holders else hints.our_key(name)
 
 
-def _explain(error: ErrorDetails, path: KeyPath) -> str:
+def _explain(error: ErrorDetails, path: KeyPath, objective: str = "") -> str:
     """What is wrong with a key, and what to write instead."""
     kind, given = error["type"], error["input"]
     if kind == "extra_forbidden":
-        return _explain_unknown_key(path, given)
+        return _explain_unknown_key(path, given, objective)
     if kind == "missing":
         return f"missing{_example(path)}"
     if kind in _EXPECTED:
@@ -255,6 +256,8 @@ def validate(document: YamlDocument) -> RunSpec:
     for path, line, message in document.problems:
         add_problem(path, message, line)
     data = copy.deepcopy(document.data)
+    objective = data.get("objective") if isinstance(data, dict) else None
+    objective = str(next(iter(objective), "") if isinstance(objective, dict) else objective or "")
     spec: RunSpec | None = None
     broken: set[KeyPath] = set()
     for _ in range(_MAX_PASSES):
@@ -271,7 +274,7 @@ def validate(document: YamlDocument) -> RunSpec:
         reported = frozenset(broken)
         for path, detail in sorted(details.items(), key=lambda item: str(item[0])):
             if not any(path[: len(known)] == known for known in reported):
-                add_problem(path, _explain(detail, path))
+                add_problem(path, _explain(detail, path, objective))
                 broken.add(path)
             broken.add(_repair(data, path, detail["type"] == "missing"))
     if spec is not None:

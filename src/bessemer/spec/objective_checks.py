@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from bessemer.spec.data import NoiseSpec, SourceSpec
 from bessemer.spec.distill import DistillSpec
 from bessemer.spec.document import KeyPath
 from bessemer.spec.model import BASE, ObjectiveSpec
-from bessemer.spec.preference import DpoSpec
+from bessemer.spec.preference import PREFERENCES, DpoSpec, KtoSpec
+from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.rl_checks import check_prompt_columns, check_rl
 from bessemer.spec.schema import OBJECTIVES, RunSpec
@@ -79,22 +81,63 @@ def check_distill(spec: RunSpec) -> Iterator[Problem]:
         yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
 
 
-def check_dpo(spec: RunSpec) -> Iterator[Problem]:
-    if spec.objective != "dpo":
-        if spec.dpo != DpoSpec():
-            yield ("dpo",), f"has no effect with objective: {spec.objective}: write objective: dpo, or remove it"
+def check_preferences(spec: RunSpec) -> Iterator[Problem]:
+    for name, section, default in (("dpo", spec.dpo, DpoSpec()), ("kto", spec.kto, KtoSpec())):
+        if spec.objective != name and section != default:
+            yield (name,), f"has no effect with objective: {spec.objective}: write objective: {name}, or remove it"
+    if spec.objective not in PREFERENCES:
         return
-    for name, source in spec.data.sources.items():
-        if source.names_content and "chosen" not in (source.columns or {}):
-            fix = "columns: {prompt: question, chosen: good, rejected: bad}"
-            yield ("data", "sources", name), f"dpo compares two answers: name their columns, such as {fix}"
+    yield from _check_answers(spec)
     reference = spec.models.get("reference")
     if reference and (reference.train or reference.head == "score"):
         yield ("models", "reference"), "the reference is a frozen language model: remove train and head"
+    if spec.objective == "kto" and spec.parallel.pp > 1:
+        yield ("parallel", "pp"), "pipeline stages have no place for the reference: write pp: 1"
+    if spec.objective == "kto" and spec.data.packing == "best_fit":
+        yield ("data", "packing"), "kto has one answer in a row: remove packing"
+    if spec.dpo.reference == "stored" and spec.dpo.needs_reference and spec.data.noise != NoiseSpec():
+        yield ("dpo", "reference"), "noise changes the answers at every step: write live, or remove data.noise"
+    if spec.dpo.share_prefix is True and spec.data.noise != NoiseSpec():
+        yield ("dpo", "share_prefix"), "noise would differ between prompts: remove it, or data.noise"
+
+
+def check_reward(spec: RunSpec) -> Iterator[Problem]:
+    if spec.objective != "reward":
+        if spec.reward != RewardModelSpec():
+            yield ("reward",), f"has no effect with objective: {spec.objective}: write objective: reward, or remove it"
+        return
+    yield from _check_answers(spec)
+    if spec.data.packing == "best_fit":
+        yield ("data", "packing"), "reward has one pair in a row: remove packing"
+    if spec.model.wrap:
+        yield ("model", "wrap"), "a wrapped model has no head of scores: remove wrap"
+    if spec.model.causal is False:
+        yield ("model",), "the score is that of the last token, which has read all others: it needs a causal decoder"
+
+
+def _check_answers(spec: RunSpec) -> Iterator[Problem]:
+    """What all objectives of rows with answers need."""
+    for name, source in spec.data.sources.items():
+        if source.names_content and (problem := lacking_columns(spec.objective, source)):
+            yield ("data", "sources", name), problem
     if spec.parallel.cp > 1:
-        yield ("parallel", "cp"), "the answers of a pair are summed over complete rows: write cp: 1"
+        yield ("parallel", "cp"), "answers are summed over complete rows: write cp: 1"
     if any(task != ObjectiveSpec() for task in spec.tasks):
         yield ("tasks",), "are those of pre-training: remove them, or write objective: pretrain"
+
+
+def lacking_columns(objective: str, source: SourceSpec) -> str:
+    """What a source of dpo, kto or reward lacks; empty if nothing."""
+    columns = source.columns or {}
+    if "chosen" in columns or "answers" in columns:
+        return ""
+    if objective != "kto":
+        fix = "columns: {prompt: question, chosen: good, rejected: bad}"
+        return f"{objective} compares two answers: name their columns, such as {fix}"
+    if "label" in columns and ("completion" in columns or "output" in columns):
+        return ""
+    fix = "columns: {prompt: question, completion: answer, label: thumbs_up}"
+    return f"kto learns from answers with a label, or from pairs: name their columns, such as {fix}"
 
 
 def check_models(spec: RunSpec) -> Iterator[Problem]:
@@ -103,7 +146,7 @@ def check_models(spec: RunSpec) -> Iterator[Problem]:
             yield ("models", name, "path"), "base is the run's model without its adapter: add adapter, or write a path"
         if other.path == BASE and (other.train or other.head == "score"):
             yield ("models", name, "path"), "base shares the frozen weights of the run's model: remove train and head"
-        if spec.objective in OBJECTIVES and spec.objective not in ("distill", "dpo", *RL_OBJECTIVES):
+        if spec.objective in OBJECTIVES and spec.objective not in ("distill", "dpo", "kto", *RL_OBJECTIVES):
             yield ("models", name), f"objective: {spec.objective} uses no other model: remove it"
         if spec.parallel.pp > 1:
             yield ("models", name), "pipeline stages have no place for another model: write parallel: {pp: 1}"
@@ -136,7 +179,8 @@ def check_adapter(spec: RunSpec) -> Iterator[Problem]:
 
 OBJECTIVE_CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ...] = (
     (check_distill, ("objective", "distill", "models", "parallel", "tasks")),
-    (check_dpo, ("objective", "dpo", "data", "models", "parallel", "tasks")),
+    (check_preferences, ("objective", "dpo", "kto", "data", "models", "parallel", "tasks")),
+    (check_reward, ("objective", "reward", "data", "model", "parallel", "tasks")),
     (check_rl, ("objective", "rl", "data", "models", "parallel", "tasks", "budget", "loss", "model")),
     (check_prompt_columns, ("objective", "data")),
     (check_models, ("models", "objective", "parallel", "adapter")),

@@ -1,4 +1,4 @@
-"""The dpo section: how pairs of answers become a loss."""
+"""The dpo and kto sections: how pairs of answers, or single ones with a label, become a loss."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ PairLossName = Literal[
 LOSS_NAMES: tuple[str, ...] = get_args(PairLossName)
 WITHOUT_REFERENCE = ("simpo", "orpo")
 SMOOTHED = ("sigmoid", "robust", "simpo", "exo_pair")  # losses that use smoothing
+PREFERENCES = ("dpo", "kto")  # objectives that compare answers
+ANSWER_OBJECTIVES = (*PREFERENCES, "reward")  # objectives whose rows are prompts with answers
 # Those of the papers; of sigmoid_norm, Tulu 3's.
 BETAS = {"sigmoid_norm": 5.0, "simpo": 2.5}
 USUAL_BETA, SIMPO_MARGIN = 0.1, 1.375
@@ -36,6 +38,18 @@ class DpoSpec(SpecSection):
     margin: float = setting(SIMPO_MARGIN, "simpo: gamma, the margin between the two answers", 1.375, ge=0, le=1000)
     sft: Annotated[float, Field(ge=0, le=1000)] | Literal["auto"] = setting(
         "auto", "weight of the cross-entropy of the chosen answer (orpo: 1 and the prompt too, others: 0)", 0.2
+    )
+
+    share_prefix: bool | Literal["auto"] = setting(
+        "auto",
+        "a pair's prompt is computed once, and both answers continue it; auto: where the model's attention allows it",
+        True,
+    )
+    reference: Literal["auto", "stored", "live"] = setting(
+        "auto",
+        "log-probabilities of the reference: stored (computed once, kept with the data, no reference in memory) or "
+        "live (at every step); auto: stored, but live with an adapter or without files",
+        "stored",
     )
 
     @field_validator("loss")
@@ -64,3 +78,19 @@ class DpoSpec(SpecSection):
     @property
     def needs_reference(self) -> bool:
         return self.loss not in WITHOUT_REFERENCE
+
+
+class KtoSpec(SpecSection):
+    """Single answers that are desirable or not (`objective: kto`)."""
+
+    loss: Literal["kto", "apo_zero_unpaired"] = setting(
+        "kto", "kto, or apo_zero_unpaired (no reference point, for answers better than the model's own)", "kto"
+    )
+    beta: float = setting(0.1, "how closely the model is held to the reference", 0.1, gt=0, le=1000)
+    desirable_weight: float = setting(1.0, "weight of desirable answers in the loss", 1.0, ge=0, le=1000)
+    undesirable_weight: float = setting(1.0, "weight of undesirable answers in the loss", 1.33, ge=0, le=1000)
+
+    @property
+    def needs_mismatched(self) -> bool:
+        """Whether the loss has a reference point, estimated from prompts with the answers of others."""
+        return self.loss == "kto"

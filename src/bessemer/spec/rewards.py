@@ -18,7 +18,7 @@ RewardName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,40}$")]
 _READ_BY = {
     "column": ("exact", "math", "code"), "extract": ("exact", "math", "json"), "strict": ("exact",),
     "pattern": ("regex",), "json_schema": ("json",), "tests": ("code",), "time": ("code",), "memory": ("code",),
-    "isolation": ("code",),
+    "isolation": ("code",), "packages": ("code",),
 }  # fmt: skip
 
 
@@ -85,8 +85,9 @@ class RewardSpec(ShortSection):
     tests: Literal["all", "share"] = setting(
         "all", "code: all (1 if every test passes) or share (of tests that pass)", "share"
     )
-    time: Seconds = setting(5.0, "code: time limit of an answer's tests", "5s", gt=0, le=3600)
+    time: Seconds = setting(5.0, "code: processor time that the tests of an answer may take", "5s", gt=0, le=3600)
     memory: Bytes = setting(512 * 2**20, "code: memory limit", "512MiB")
+    packages: bool = setting(False, "code: answers may import installed packages, not only Python's library", True)
     isolation: Literal["required", "limits"] = setting(
         "required", "code: refuse machines that cannot isolate processes, or run with limits only", "limits"
     )

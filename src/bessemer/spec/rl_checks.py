@@ -19,7 +19,10 @@ def check_prompt_columns(spec: RunSpec) -> Iterator[Problem]:
     for name, source in spec.data.sources.items():
         columns = source.columns or {}
         if spec.objective in OBJECTIVES and spec.objective not in RL_OBJECTIVES and source.has_only_prompt:
-            yield ("data", "sources", name, "columns"), "a prompt needs completion, or both chosen and rejected"
+            yield (
+                ("data", "sources", name, "columns"),
+                "a prompt needs completion, both chosen and rejected, or answers",
+            )
         if spec.objective in RL_OBJECTIVES and (others := [role for role in columns if role != "prompt"]):
             problem = f"{others[0]} has no use: every column of a row is passed to the rewards by its name"
             yield ("data", "sources", name, "columns"), f"{problem}; name only the prompt's"

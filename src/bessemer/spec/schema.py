@@ -26,7 +26,7 @@ from bessemer.spec.distill import DistillSpec
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.model import DropoutSpec, LossSpec, ModelSpec, ObjectiveSpec, OtherModelSpec
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
-from bessemer.spec.preference import DpoSpec
+from bessemer.spec.preference import DpoSpec, KtoSpec
 from bessemer.spec.quantity import (
     AutoBatch,
     AutoCount,
@@ -45,6 +45,7 @@ from bessemer.spec.quantity import (
     section,
     setting,
 )
+from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.rl import RL_OBJECTIVES, RlSpec
 from bessemer.spec.text_steps import StepSpec
 
@@ -61,8 +62,8 @@ class CheckpointSpec(SpecSection):
     keep_last: int = setting(2, "number of newest checkpoints to keep", 2, ge=1, le=1_000_000)
     keep_best: bool = setting(
         True,
-        "also keep the checkpoint with the best validation: the lowest loss, of preferences the highest accuracy, of RL "
-        "the highest reward (or judge); every new best is saved, in addition to `every`",
+        "also keep the checkpoint with the best validation, and save every new best: the lowest loss, the highest "
+        "accuracy of preferences, the highest reward (or judge) of RL",
         True,
     )
     keep_every: StepCount | None = setting(None, "also keep the first checkpoint of every N steps", 10000)
@@ -223,7 +224,7 @@ class SftSpec(SpecSection):
     )
 
 
-OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo", *RL_OBJECTIVES)
+OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo", "kto", "reward", *RL_OBJECTIVES)
 
 
 class RunSpec(SpecSection):
@@ -234,7 +235,7 @@ class RunSpec(SpecSection):
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
         "pretrain",
-        "pretrain, sft, classify, distill, dpo, grpo, rloo, reinforce, ppo, raft, or your own class: "
+        "pretrain, sft, classify, distill, dpo, kto, reward, grpo, rloo, reinforce, ppo, raft, or your own class: "
         "path/to/file.py:Class or module:Class; {dpo: {loss: ipo}} is short for the objective and its section",
         "sft",
     )
@@ -244,6 +245,8 @@ class RunSpec(SpecSection):
     sft: SftSpec | None = setting(None, "with objective: sft: its settings", {"neftune": 5.0})
     distill: DistillSpec = section(DistillSpec, "with objective: distill: how the teacher is compared")
     dpo: DpoSpec = section(DpoSpec, "with objective: dpo: the loss of pairs")
+    kto: KtoSpec = section(KtoSpec, "with objective: kto: the loss of answers with labels")
+    reward: RewardModelSpec = section(RewardModelSpec, "with objective: reward: the reward model")
     rl: RlSpec = section(RlSpec, "with objective: grpo, rloo, reinforce, ppo or raft: rollouts and rewards")
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(

@@ -30,41 +30,56 @@ class AnswerSettings:
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
 
 
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt, its place (file:row), and the columns of its row, if it has any."""
+
+    prompt: Prompt
+    place: str
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a file: one per line, or one JSON object per line with `prompt` or `messages` (.jsonl)."""
+    return [row.prompt for row in read_prompt_rows(path)]
+
+
+def read_prompt_rows(path: Path) -> list[PromptRow]:
+    """The same with their places and columns."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); correct the path") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is no UTF-8 text (byte {error.start}); convert it") from None
-    prompts: list[Prompt] = []
+    rows: list[PromptRow] = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() would also cut at U+2028 inside JSON strings
         if not line.strip():
             continue
-        prompts.append(_parse_prompt(line, f"{path}:{number}") if path.suffix == ".jsonl" else line)
-    if not prompts:
+        place = f"{path}:{number}"
+        rows.append(_parse_row(line, place) if path.suffix == ".jsonl" else PromptRow(line, place))
+    if not rows:
         raise UserError(f"{path}: has no prompts")
-    return prompts
+    return rows
 
 
-def _parse_prompt(line: str, place: str) -> Prompt:
+def _parse_row(line: str, place: str) -> PromptRow:
     try:
         value = json.loads(line)
     except ValueError as error:
         raise UserError(f"{place}: is not JSON ({error})") from None
-    prompt = value.get("prompt") if isinstance(value, dict) else value
+    columns = value if isinstance(value, dict) else {}
+    prompt = columns.get("prompt") if isinstance(value, dict) else value
     if isinstance(prompt, str):
-        return prompt
-    messages = value.get("messages") if isinstance(value, dict) else None
+        return PromptRow(prompt, place, columns)
+    messages = columns.get("messages") or (prompt if isinstance(prompt, list) else None)
     if not messages:
         raise UserError(f'{place}: has neither "prompt" (a text) nor "messages" (a list)')
     if problems := find_problems(
         [*messages, {"role": "assistant", "content": "x"}] if isinstance(messages, list) else messages
     ):
         raise UserError(f"{place}: {problems[0]}")
-    conversation: Sequence[Message] = messages
-    return conversation
+    return PromptRow(messages, place, columns)
 
 
 def answer_all(loaded: LoadedModel, prompts: Sequence[Prompt], settings: AnswerSettings) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ backward pass that training, trials, memory probes and speed measurements share.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -100,6 +100,18 @@ def forward_backward(
     return result
 
 
+def step_means(
+    objective: Objective, model: Decoder, inputs: Iterable[ModelInputs], world: World
+) -> dict[str, float]:  # fmt: skip
+    """The objective's constants: means over the inputs of all ranks."""
+    sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in objective.step_means}
+    for part in inputs:
+        for name, metric in objective.means(model, part).items():
+            sums[name] = [total + float(value) for total, value in zip(sums[name], metric, strict=True)]
+    flat = world.sums([value for pair in sums.values() for value in pair])
+    return {name: total / (count or 1.0) for name, total, count in zip(sums, flat[::2], flat[1::2], strict=True)}
+
+
 class PipelineRunner:
     """Runs the micro-batches of a step through the stages of a pipeline."""
 
@@ -181,6 +193,7 @@ class Engine:
     ) -> PassResult:
         """Losses and gradients of a step on this rank, through the pipeline where there is one. `precision` other than
         the plan's is for weights that the caller has widened."""
+        self._compute_means(inputs, precision or self.plan.precision)
         count = count or 1.0  # all documents of the step are banned: a loss of zero
         if precision is None:  # widened weights have fp32 gradients anyway
             self.optimizer.accumulate(len(inputs) > 1)
@@ -198,6 +211,18 @@ class Engine:
             )  # fmt: skip
         reduce_expert_gradients(self.model, self.world)
         return result
+
+    def _compute_means(self, inputs: deque[ModelInputs], precision: str) -> None:
+        """The objective's constants of this step, by forward passes without gradients, into the inputs."""
+        if not self.objective.step_means:
+            return
+        training = self.model.training
+        self.model.eval()
+        with torch.no_grad(), compute_in(precision, self.device):
+            totals = step_means(self.objective, self.model, inputs, self.world)
+        self.model.train(training)
+        for part in inputs:
+            part.totals |= totals
 
     def reduce(self, result: PassResult, rows: int = 0) -> Tensor:
         """The global gradient norm. Over several ranks also makes the result that of all of them, in one all-reduce:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +20,8 @@ from bessemer.parallel.shard import free_gathered_weights
 from bessemer.parallel.world import World
 from bessemer.spec.mixture import quantise
 from bessemer.train.compile import compute_in
-from bessemer.train.engine import PipelineRunner
-from bessemer.train.objective import Objective, ValidationSums
+from bessemer.train.engine import PipelineRunner, step_means
+from bessemer.train.objective import ModelInputs, Objective, ValidationSums
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class HeldOutSet:
     rows: Rows
     tokens: int
     bytes_per_token: float
+    mismatched: bool = False  # rows come with the targets of others (`mismatch` of the stream)
 
     @staticmethod
     def of_store(store: TokenStore, context: int) -> HeldOutSet:
@@ -73,9 +75,11 @@ class Evaluator:
             sequences = part.rows.count
             rows = min(micro_rows, sequences)
             order = StreamOrder([MixturePhase(0, quantise({name: 1.0}))], {name: sequences}, seed=0)
-            stream = BatchStream({name: part.rows}, order, context, StepPositions([BatchPhase(0, rows)]))
             wanted = min(sequences, tokens / context * part.tokens / available)
-            self.parts[name] = (stream, max(1, int(wanted // rows)))
+            steps = max(1, int(wanted // rows))
+            positions, mismatch = StepPositions([BatchPhase(0, rows)]), steps * rows if part.mismatched else None
+            stream = BatchStream({name: part.rows}, order, context, positions, mismatch=mismatch)
+            self.parts[name] = (stream, steps)
 
     def begin(self, step: int) -> None:
         """Called before each evaluation, after `step` steps."""
@@ -113,6 +117,7 @@ class Evaluator:
         for name, (stream, steps) in self.parts.items():
             loss, count, sums_M2 = 0.0, 0, [[0.0, 0.0] for _ in metrics]
             objective_here = objective.on(name)
+            constants = self._constants(model, objective_here, stream, steps)
             for start in range(0, steps, stride):
                 on_batch(done, passes)
                 done += 1
@@ -122,6 +127,8 @@ class Evaluator:
                     objective_here.feed(stream.batch(min(step, steps - 1)), self.device)
                     for step in range(first, first + per_pass)
                 ]
+                for part in inputs:
+                    part.totals |= constants
                 if pipeline:
                     results = pipeline.run(inputs, 1.0, objective=objective_here)
                 else:
@@ -141,6 +148,20 @@ class Evaluator:
             for metric_name, more in zip(metrics, zip(flat[::2], flat[1::2], strict=True), strict=True):
                 metrics[metric_name] = (metrics[metric_name][0] + more[0], metrics[metric_name][1] + more[1])
         return self._summarise(objective, losses, metrics, table)
+
+    def _constants(self, model: Decoder, objective: Objective, stream: BatchStream, steps: int) -> dict[str, float]:
+        """The objective's `step_means` over a source's rows. Passes that only fill up a stride have no weights."""
+        if not objective.step_means:
+            return {}
+
+        def feed(step: int) -> ModelInputs:
+            batch = stream.batch(min(step, steps - 1))
+            batch = batch if step < steps else replace(batch, weights=np.zeros_like(batch.weights))
+            return objective.feed(batch, self.device)
+
+        with compute_in(self.precision, self.device):
+            own = (feed(start + self.world.dp_rank) for start in range(0, steps, self.world.layout.dp))
+            return step_means(objective, model, own, self.world)
 
     def _summarise(
         self, objective: Objective, losses: dict[str, tuple[float, int]], metrics: dict[str, tuple[float, float]],

@@ -82,6 +82,7 @@ class ModelInputs:
     totals: dict[str, float] = field(default_factory=dict)
     read: int = 0  # columns that are not padding
     row_seeds: tuple[int, ...] = ()  # for noise: one for each row, wherever it is trained
+    second: ModelInputs | None = None  # rows of a further pass, such as KTO's mismatched ones
 
     def without_weight(self) -> ModelInputs:
         """The same with weight zero: fills up a pipeline."""
@@ -111,6 +112,7 @@ class Objective:
     judged = JudgedNumber()
     counts_inputs = True  # the counts are known from the inputs alone, not from the stream
     counts_tokens = False  # the loss's count is the number of tokens that a step trains on
+    step_means: tuple[str, ...] = ()  # constants of a step that `means` computes before its losses
     needs_models: tuple[str, ...] = ()  # names that the spec must have under `models`
 
     def __init__(self, cross_documents: bool = False, dropout_seed: int | None = None) -> None:
@@ -150,6 +152,11 @@ class Objective:
         """The counts of further terms of the loss."""
         return {}
 
+    def means(self, model: Decoder, inputs: ModelInputs) -> dict[str, Metric]:
+        """The sum and count, over a micro-batch, of each of `step_means`. Their means over the step are in the
+        `totals` of its inputs. Not a sum over the step, so a named exception: KTO's reference point."""
+        return {}
+
     def element_losses(self, model: Decoder, inputs: ModelInputs, hidden_BTW: Tensor) -> ElementLosses:
         """Losses from the model's last hidden states; `self.logits` multiplies them with the head."""
         raise UserError(f"objective: {type(self).__name__} defines no element_losses: add the method to the class")
@@ -186,6 +193,7 @@ class Objective:
             feed.origin_BT = None if made.in_place else move(made.origin)
             prefix = np.ones(made.tokens.shape, np.bool_) if made.prefix is None and not made.causal else made.prefix
             mask.prefix_BT = move(prefix) if prefix is not None else None
+            mask.branches_BT = None if made.branches is None else move(made.branches)
             if made.encoder_tokens is not None and made.encoder_documents is not None:
                 mask.documents_BT = move(made.documents)
                 feed.more = {

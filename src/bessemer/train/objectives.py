@@ -42,6 +42,9 @@ class ObjectiveBatch:
     encoder_tokens: Ints | None = None  # (R, S); attended to by decoder columns of the same document
     encoder_documents: npt.NDArray[np.int32] | None = None
     in_place: bool = False  # targets are in the columns that they came from
+    branches: npt.NDArray[np.int32] | None = (
+        None  # parts of a document that do not attend to each other; 0: its beginning
+    )
     read: Flags | None = None  # (R, T) columns that are not padding; None: those with a weight
     fields: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # in addition to the batch's
 

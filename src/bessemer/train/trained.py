@@ -20,9 +20,10 @@ from bessemer.data.tokenizer.chat import Message, message_text, prompt_ids, read
 from bessemer.data.tokenizer.tokenizer import PromptFormat, Tokenizer, end_token, hf_prompt_format, native_prompt_format
 from bessemer.errors import UserError
 from bessemer.model.adapters import MergedWeights
+from bessemer.model.classifier import read_model
 from bessemer.model.families.adapter import AdapterFolder
 from bessemer.model.families.folder import HfFolder, find_origin, load_weights
-from bessemer.model.families.registry import needs_wrap, read_shape
+from bessemer.model.families.registry import needs_wrap
 from bessemer.model.generate import Generator, Request, Sampling
 from bessemer.model.transformer import Decoder, make_module
 from bessemer.model.wrapped import wrap
@@ -150,7 +151,7 @@ class ModelFiles:
     @property
     def shape(self) -> ModelShape:
         if self.checkpoint is None:
-            return read_shape(self.hf_folder.config)[1]
+            return read_model(self.hf_folder.config)[1]
         return ModelShape.from_dict(json.loads((self.place / "model.json").read_text())["shape"])
 
     @property
@@ -234,7 +235,7 @@ def _load_folder(folder: HfFolder, device: torch.device) -> LoadedModel:
     if needs_wrap(folder.config):
         model = wrap(path, device)
     else:
-        family, shape = read_shape(folder.config)
+        family, shape = read_model(folder.config)
         model = _empty(shape, device)
         load_weights(model, folder, family)
     tokenizer = Tokenizer.load(path, end_token(path))

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import TypeAdapter, ValidationError
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from bessemer.align.reward_model import RewardModel
 from bessemer.align.rewards.reward import Sample, make_rewards, score_samples
 from bessemer.errors import UserError
 from bessemer.spec.rewards import Rewards
@@ -112,8 +115,8 @@ def test_regex_and_json(tmp_path: Path) -> None:
     file.write_text(json.dumps(schema))
     texts = ['{"a": 1}', 'Here:\n```json\n{"a": 2}\n```', '{"a": "x"}', "{a: 1}", "NaN", "[" * 100_000, "3"]
     pytest.importorskip("jsonschema")
-    for form in (schema, str(file)):
-        rewards = specs(any="json", fits={"verifier": "json", "json_schema": form})
+    for given in (schema, str(file)):
+        rewards = specs(any="json", fits={"verifier": "json", "json_schema": given})
         assert parts(rewards, *map(sample, texts)) == {
             "any": [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0], "fits": [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0],
         }  # fmt: skip
@@ -121,11 +124,27 @@ def test_regex_and_json(tmp_path: Path) -> None:
         make_rewards(specs(bad={"verifier": "json", "json_schema": {"type": "nothing"}}))
 
 
-def test_a_reward_model_comes_from_the_caller() -> None:
-    rewards = make_rewards(specs(taste={"model": "runs/rm", "weight": 2.0}), lambda name, spec: lambda samples: [1.5])
-    assert score_samples(rewards, [sample("a")]).totals == [3.0]
-    with pytest.raises(UserError, match=r"rl\.rewards\.taste\.model: runs/rm"):
-        make_rewards(specs(taste={"model": "runs/rm"}))
+@pytest.mark.slow
+def test_a_reward_model_gives_its_scores(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path)
+    shape = transformers.LlamaConfig(
+        vocab_size=4, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_labels=1,
+        eos_token_id=1, bos_token_id=None, pad_token_id=1,
+    )  # fmt: skip
+    transformers.LlamaForSequenceClassification(shape).save_pretrained(tmp_path)
+    rewards = make_rewards(specs(taste={"model": str(tmp_path), "weight": 2.0}))
+    scores = score_samples(rewards, [sample("a b", prompt="b "), sample("b b", prompt="a ")])
+    expected = RewardModel.load(tmp_path).score(["b ", "a "], ["a b", "b b"])
+    assert scores.parts["taste"] == pytest.approx(expected) and expected[0] != expected[1]
+    assert scores.totals == pytest.approx([2 * value for value in expected])
+    with pytest.raises(UserError, match="missing"):
+        make_rewards(specs(taste={"model": str(tmp_path / "missing")}))
+    own = make_rewards(specs(taste={"model": "elsewhere"}), lambda name, spec: lambda samples: [3.0])
+    assert score_samples(own, [sample("a")]).totals == [3.0]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,6 @@ def _shown(sample: Sample, **answers: str) -> str:
     """The conversation and the answers in tags, which the texts cannot close."""
     turns: Sequence[Mapping[str, Any]]
     turns = [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
-    asked = "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
-    parts = {"conversation": asked, **answers}
+    turn_lines = "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+    parts = {"conversation": turn_lines, **answers}
     return "\n".join(f"<{tag}>\n{re.sub(rf'</(?={tag})', '< /', text)}\n</{tag}>" for tag, text in parts.items())

@@ -17,6 +17,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from bessemer.align.reward_model import RewardModel
 from bessemer.align.rewards.judge import Judgement
 from bessemer.align.rewards.verifiers import make_verifier
 from bessemer.data.curate.scores.user_function import line_in, load_function
@@ -102,8 +103,9 @@ class Reward:
 
 
 def make_rewards(specs: Mapping[str, RewardSpec], load_model: LoadModel | None = None) -> list[Reward]:
-    """The rewards of a spec. Files and functions are read now; `load_model` gives the scores of `model: FOLDER`."""
-    return [_make_reward(name, spec, load_model) for name, spec in specs.items()]
+    """The rewards of a spec. Files, functions and reward models are read now; `load_model` reads the latter if they
+    belong on a certain device."""
+    return [_make_reward(name, spec, load_model or _load_model) for name, spec in specs.items()]
 
 
 def score_samples(rewards: Sequence[Reward], samples: Sequence[Sample], step: int = 0) -> Scores:
@@ -122,7 +124,7 @@ def score_samples(rewards: Sequence[Reward], samples: Sequence[Sample], step: in
     return Scores(parts, totals, extras)
 
 
-def _make_reward(name: str, spec: RewardSpec, load_model: LoadModel | None) -> Reward:
+def _make_reward(name: str, spec: RewardSpec, load_model: LoadModel) -> Reward:
     if spec.function is not None:
         function = load_function(spec.function, _key(name))
         waits = inspect.iscoroutinefunction(function)
@@ -130,10 +132,13 @@ def _make_reward(name: str, spec: RewardSpec, load_model: LoadModel | None) -> R
     if spec.judge is not None:
         return Reward(name, spec.weight, _plain(Judgement(spec.judge, _key(name)).score), waits=True)
     if spec.model is not None:
-        if load_model is None:
-            raise UserError(f"{_key(name)}.model: {spec.model}: reward models are not available in this command")
         return Reward(name, spec.weight, _plain(load_model(name, spec)))
     return Reward(name, spec.weight, _plain(make_verifier(spec, _key(name))))
+
+
+def _load_model(name: str, spec: RewardSpec) -> ScoreSamples:
+    model = RewardModel.load(spec.model or "")
+    return lambda samples: model.score([s.prompt for s in samples], [s.completion for s in samples])
 
 
 def _plain(score: ScoreSamples) -> Callable[[Sequence[Sample], int, Extras], Any]:

@@ -8,12 +8,13 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bessemer.align.rewards.math_answers import equal_answers, extract_answer
 from bessemer.errors import UserError
-from bessemer.sandbox import Limits, check_isolation, run_python
+from bessemer.sandbox import Limits, SandboxResult, check_isolation, run_python
 from bessemer.spec.rewards import RewardSpec
 
 if TYPE_CHECKING:
@@ -141,11 +142,12 @@ print("\\n" + task["secret"], passed, flush=True)
 
 def _run_tests(spec: RewardSpec, key: str, samples: Sequence[Sample]) -> list[float | None]:
     limits = Limits(time_s=spec.time, memory_bytes=spec.memory, isolate=spec.isolation == "required")
+    run = partial(run_python, limits=limits, packages=spec.packages)
     tests = [_tests_of(sample.column(spec.column, f"{key}.column"), sample, key) for sample in samples]
 
     def score(pair: tuple[Sample, list[Any]]) -> float:
         code, cases = code_of(pair[0].completion), pair[1]
-        passed = _count_programs(code, cases, limits) if isinstance(cases[0], dict) else _count(code, cases, limits)
+        passed = _count_programs(code, cases, run) if isinstance(cases[0], dict) else _count(code, cases, run)
         return passed / len(cases) if spec.tests == "share" else float(passed == len(cases))
 
     with ThreadPoolExecutor(_PARALLEL) as pool:
@@ -162,19 +164,19 @@ def _tests_of(value: Any, sample: Sample, key: str) -> list[Any]:
     return tests
 
 
-def _count(code: str, tests: list[str], limits: Limits) -> int:
+def _count(code: str, tests: list[str], run: Callable[..., SandboxResult]) -> int:
     secret = secrets.token_hex(16)
     task = json.dumps({"code": code, "tests": tests, "secret": secret})
-    result = run_python(_HARNESS, stdin=task, limits=limits)
+    result = run(_HARNESS, stdin=task)
     last = result.stdout.rstrip("\n").rpartition("\n")[2].split()
     return int(last[1]) if len(last) == 2 and last[0] == secret else 0
 
 
-def _count_programs(code: str, tests: list[dict[str, Any]], limits: Limits) -> int:
+def _count_programs(code: str, tests: list[dict[str, Any]], run: Callable[..., SandboxResult]) -> int:
     """Tests of a program: its output for an input, compared without white space at the ends of lines."""
     passed = 0
     for test in tests:
-        result = run_python(code, stdin=str(test["input"]), limits=limits)
+        result = run(code, stdin=str(test["input"]))
         passed += result.ok and _lines(result.stdout) == _lines(str(test["output"]))
     return passed
 

@@ -1,13 +1,15 @@
-"""Rows with a prompt and its answers: `columns: {prompt, completion}`, `columns: {prompt, chosen, rejected}` or
-`columns: {instruction, input, output}`.
+"""Rows with a prompt and its answers: `columns: {prompt, completion}`, with `label` for a thumb up or down,
+`columns: {prompt, chosen, rejected}`, `columns: {prompt, answers}` (ranked) or `columns: {instruction, input, output}`.
 
 A row becomes one document whose messages are the prompt's turns and then the turns of each answer, marked by their
-column. Steps of `clean` see the row as one conversation; before tokenization it is divided, one for each answer.
+column. Steps of `clean` see the row as one conversation; before tokenization it is divided, one for each answer, and
+ranked answers into pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +20,9 @@ from bessemer.data.read.entry import Document
 
 ANSWERS = ("completion", "chosen", "rejected", "output")
 PAIRED = ("chosen", "rejected")
-CHOSEN = "chosen"
+RANKED = "answers"
+CHOSEN, MARGIN = "chosen", "margin"
+LABEL, PAIRS, ANNOTATORS = "label", "pairs", "annotators"  # fields of such a row's document
 _MARK = "answer"  # key of an answer's messages: the column it came from
 
 Message = dict[str, Any]
@@ -35,6 +39,13 @@ def answer_messages(record: Mapping[str, Any], columns: Mapping[str, str], read:
     answers = {
         role: _turns(record[columns[role]], columns[role], "assistant", read) for role in ANSWERS if role in columns
     }
+    if RANKED in columns:
+        values = record[columns[RANKED]]
+        if not isinstance(values, list) or len(values) < 2:
+            raise UnusableAnswer(
+                f"{columns[RANKED]!r} holds no list of two answers or more; write one, or delete the row"
+            )
+        answers = {f"{RANKED} {i}": _turns(value, columns[RANKED], "assistant", read) for i, value in enumerate(values)}
     if "prompt" in columns or "instruction" in columns:
         prompt = _prompt(record, columns, read)
         answers = {role: turns[len(prompt) :] if _begins(turns, prompt) else turns for role, turns in answers.items()}
@@ -44,9 +55,79 @@ def answer_messages(record: Mapping[str, Any], columns: Mapping[str, str], read:
     for role, turns in answers.items():
         spoken = [turn for turn in turns if turn["role"] == "assistant"]
         if not any(turn["content"].strip() or turn.get("tool_calls") for turn in spoken):
-            raise UnusableAnswer(f"{columns[role]!r} holds no answer; write one, or delete the row")
+            name = columns[role.partition(" ")[0]]
+            raise UnusableAnswer(f"{name!r} holds no answer; write one, or delete the row")
     marked = [{**turn, _MARK: role} for role, turns in answers.items() for turn in turns]
     return [*prompt, *marked]
+
+
+def answer_fields(record: Mapping[str, Any], columns: Mapping[str, str], ranked: str) -> dict[str, Any]:
+    """The label of an answer (True: desirable), the pairs of ranked answers, and the votes of annotators."""
+    made: dict[str, Any] = {}
+    if LABEL in columns:
+        made[LABEL] = _desirable(record[columns[LABEL]], columns[LABEL])
+    if RANKED in columns:
+        count = len(record[columns[RANKED]])
+        scores = record[columns["scores"]] if "scores" in columns else list(range(count, 0, -1))
+        usable = isinstance(scores, list) and len(scores) == count and all(map(_is_number, scores))
+        if not usable:
+            raise UnusableAnswer(f"{columns['scores']!r} holds no list of {count} scores; write one for each answer")
+        if not (pairs := ranked_pairs(scores, ranked)):
+            raise UnusableAnswer(f"{columns['scores']!r} are all equal: no answer is better; delete the row")
+        made[PAIRS] = pairs
+    if MARGIN in columns:
+        if not _is_number(margin := record[columns[MARGIN]]):
+            raise UnusableAnswer(f"{columns[MARGIN]!r} holds {margin!r} and not a finite number; correct it")
+        made[MARGIN] = margin
+    if ANNOTATORS in columns and (votes := record.get(columns[ANNOTATORS])) is not None:
+        if not isinstance(votes, (list, dict)):
+            raise UnusableAnswer(f"{columns[ANNOTATORS]!r} holds a {type(votes).__name__}; write a list of their votes")
+        made[ANNOTATORS] = [str(vote) for vote in (votes.values() if isinstance(votes, dict) else votes)]
+    return made
+
+
+def ranked_pairs(scores: Sequence[float], ranked: str) -> list[tuple[int, int]]:
+    """(better, worse) indices: neighbours (adjacent), the best with each other (best), or all. Equal ones are none."""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    places = range(len(order))
+    chosen = {
+        "adjacent": [(i, i + 1) for i in places[:-1]],
+        "best": [(0, i) for i in places[1:]],
+        "all": [(i, j) for i in places for j in places[i + 1 :]],
+    }[ranked]
+    return [(order[i], order[j]) for i, j in chosen if scores[order[i]] > scores[order[j]]]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_GOOD = {
+    "true",
+    "1",
+    "up",
+    "thumbs_up",
+    "thumbs up",
+    "thumbsup",
+    "+1",
+    "👍",
+    "good",
+    "like",
+    "desirable",
+    "chosen",
+    "yes",
+}
+_BAD = {
+    "false", "0", "down", "thumbs_down", "thumbs down", "thumbsdown", "-1", "👎", "bad", "dislike", "undesirable",
+    "rejected", "no",
+}  # fmt: skip
+
+
+def _desirable(value: Any, column: str) -> bool:
+    text = f"{value:g}" if isinstance(value, float) else str(value).strip().lower()
+    if text not in _GOOD and text not in _BAD:
+        raise UnusableAnswer(f"{column!r} is {value!r}, not a label; write true or false, 1 or 0, or up or down")
+    return text in _GOOD
 
 
 def _prompt(record: Mapping[str, Any], columns: Mapping[str, str], read: ReadMessages) -> list[Message]:
@@ -79,7 +160,7 @@ def _common(first: list[Message], *others: list[Message]) -> list[Message]:
 
 def divide_answers(documents: Iterator[Document], learn_prompts: bool = False) -> Iterator[Document]:
     """One document for each answer, with only that answer to learn from; other documents as they are. The two answers
-    of a pair have the field `group` in common, and `chosen` is 1 for the better one."""
+    of a pair have the field `group` in common, and `chosen` is 1 for the better one, or for a desirable one."""
     for document in documents:
         messages = document.messages or []
         names = list(dict.fromkeys(message[_MARK] for message in messages if _MARK in message))
@@ -89,17 +170,32 @@ def divide_answers(documents: Iterator[Document], learn_prompts: bool = False) -
         prompt = [message for message in messages if _MARK not in message]
         if not learn_prompts:
             prompt = [{**message, "weight": 0} for message in prompt]
-        for name in names:
+        pairs = document.fields.get(PAIRS)
+        for name, fields in _sides(document, pairs) if pairs else ((name, _fields(document, name)) for name in names):
             turns = [
                 {key: value for key, value in message.items() if key != _MARK}
                 for message in messages
                 if message.get(_MARK) == name
             ]
-            yield replace(document, messages=[*prompt, *turns], fields=_fields(document, name))
+            yield replace(document, messages=[*prompt, *turns], fields=fields)
+
+
+def _sides(document: Document, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The answers of ranked pairs, the better one first, with their fields."""
+    for number, sides in enumerate(pairs):
+        for side, better in zip(sides, (True, False), strict=True):
+            yield f"{RANKED} {side}", _pair_fields(f"{document.place} {number}", better)
 
 
 def _fields(document: Document, name: str) -> dict[str, Any]:
-    if name not in PAIRED:
-        return {}
-    group = xxhash.xxh3_64_intdigest(document.place.encode()) >> 1
-    return {"group": np.array([group], np.int64), CHOSEN: np.array([name == CHOSEN], np.int32)}
+    if name in PAIRED:
+        margin = {MARGIN: np.array([document.fields[MARGIN]], np.float32)} if MARGIN in document.fields else {}
+        return _pair_fields(document.place, name == CHOSEN) | margin
+    if LABEL in document.fields:
+        return {CHOSEN: np.array([document.fields[LABEL]], np.int32)}
+    return {}
+
+
+def _pair_fields(key: str, chosen: bool) -> dict[str, Any]:
+    group = xxhash.xxh3_64_intdigest(key.encode()) >> 1
+    return {"group": np.array([group], np.int64), CHOSEN: np.array([chosen], np.int32)}

@@ -85,8 +85,9 @@ def _with_optional(source: SourceSpec, records: list[dict[str, Any]]) -> SourceS
     return _with(source, columns=columns or None, message_weights=weighted or source.message_weights)
 
 
-def recognise_pairs(source: SourceSpec) -> SourceSpec:
-    """The source with the columns of its preference pairs, if its first rows have TRL's and the spec names none."""
+def recognise_pairs(source: SourceSpec, more: tuple[str, ...] = ()) -> SourceSpec:
+    """The source with the columns of its pairs or labelled answers, if its first rows have TRL's and the spec names
+    none. `more` are optional columns of pairs."""
     if source.names_content:
         return source
     for file in list_files(source)[:FIRST_ROWS]:
@@ -95,7 +96,10 @@ def recognise_pairs(source: SourceSpec) -> SourceSpec:
         except (*READ_ERRORS, ValueError):  # reading the source reports it, with its place
             continue
         if "chosen" in record and "rejected" in record:
-            return _with(source, columns={name: name for name in ("prompt", "chosen", "rejected") if name in record})
+            names = ("prompt", "chosen", "rejected", *more)
+            return _with(source, columns={name: name for name in names if name in record})
+        if all(name in record for name in ("prompt", "completion", "label")):
+            return _with(source, columns={name: name for name in ("prompt", "completion", "label")})
     return source
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from bessemer.data.read.answers import UnusableAnswer, answer_messages
+from bessemer.data.read.answers import UnusableAnswer, answer_fields, answer_messages
 from bessemer.data.read.chat_turns import join_parts, normalise_turns, with_tools
 from bessemer.data.read.compression import open_bytes, open_decompressed
 from bessemer.data.read.entry import BadRow, Document, FilePiece
@@ -64,12 +64,15 @@ class PieceReader:
         """The document of a record; None, counted in `tally`, where it holds no text. `raw` is the row as stored."""
         try:
             text, messages = self._content(record, row)
+            more = answer_fields(record, self._columns, self.source.ranked) if self.source.has_answers else {}
             document_id = _identifier(record, self.source.id_field)
             url = _identifier(record, self.source.url_field)
         except (_Unusable, UnusableAnswer) as error:
             return self.bad(row, str(error), raw if raw is not None else _dump_record(record))
         document = self.text(row, text, document_id, url, messages)
-        if document is not None and self._columns and not self.source.has_answers:
+        if document is not None and self.source.has_answers:
+            document.fields = more
+        elif document is not None and self._columns:
             document.fields = {role: record[name] for role, name in self._columns.items() if role not in OPTIONAL_ROLES}
         return document
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from bessemer.data.stream.user_dataset import IterableStream
 
 Bans = Mapping[tuple[str, int], int] | Collection[tuple[str, int]]
+OTHER_TARGETS, OTHER_WEIGHTS = "other_targets", "other_weights"  # fields: the row before, with `mismatch`
 
 _FORMAT = 1  # raise it when the same inputs give another stream
 _CHUNK = 4096  # positions resolved together
@@ -98,7 +99,9 @@ class BatchStream:
 
     A source is given by its `Rows`, or by its store for `ConcatRows`. `banned` maps (source, document index) to the
     first position at which the document weighs nothing; a plain collection of pairs bans from the start. Positions
-    never shift. `transforms` change every micro-batch at the end. A stream is immutable: see `replace`.
+    never shift. `transforms` change every micro-batch at the end. With `mismatch` a row comes with the targets of the
+    one before it: of the step's last row for its first (0), or in a cycle of this many rows from the stream's start. A
+    stream is immutable: see `replace`.
     """
 
     def __init__(
@@ -109,7 +112,9 @@ class BatchStream:
         steps: StepPositions,
         banned: Bans = frozenset(),
         transforms: Sequence[Transform] = (),
+        mismatch: int | None = None,
     ) -> None:
+        self.mismatch = mismatch
         self.names, self.order, self.steps = order.names, order, steps
         self.banned = dict(banned) if isinstance(banned, Mapping) else dict.fromkeys(banned, 0)
         self.sequence_length, self.transforms = sequence_length, tuple(transforms)
@@ -132,7 +137,9 @@ class BatchStream:
     def replace(self, steps: StepPositions | None = None, banned: Bans | None = None) -> BatchStream:
         """The same stream, with the same fingerprint, under other steps or bans."""
         steps, banned = steps or self.steps, self.banned if banned is None else banned
-        return BatchStream(self.sources, self.order, self.sequence_length, steps, banned, self.transforms)
+        return BatchStream(
+            self.sources, self.order, self.sequence_length, steps, banned, self.transforms, self.mismatch
+        )
 
     def rows(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Ints:
         """The positions that the rank reads."""
@@ -140,13 +147,13 @@ class BatchStream:
 
     def batch(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Batch:
         """All the rank's rows in one batch."""
-        return self._finish(self._assemble(self.rows(step, dp_rank, dp_world)))
+        return self._finish(self._with_others(step, self._assemble(self.rows(step, dp_rank, dp_world))))
 
     def micro_batches(self, step: int, micro_rows: int, dp_rank: int = 0, dp_world: int = 1) -> list[Batch]:
         """The rank's rows in batches of exactly `micro_rows`, as many on every rank; the last is padded."""
         positions = self.rows(step, dp_rank, dp_world)
         padding = -positions.size % micro_rows
-        batch = self._assemble(np.concatenate([positions, np.full(padding, -1)]))
+        batch = self._with_others(step, self._assemble(np.concatenate([positions, np.full(padding, -1)])))
         cuts = range(0, positions.size, micro_rows)
         return [self._finish(batch.part(row, row + micro_rows)) for row in cuts]
 
@@ -226,6 +233,16 @@ class BatchStream:
             nothing = np.empty(0, np.int64)
             parts = [(np.arange(shape[0]), first.fields(Spans(*[nothing] * 5), shape[0]))]
         return Batch(tokens, targets, weights, documents, positions, sources, sequences, join_fields(parts, shape[0]))
+
+    def _with_others(self, step: int, batch: Batch) -> Batch:
+        """The batch with the rows of `mismatch`."""
+        if self.mismatch is None:
+            return batch
+        start, stop = (0, self.mismatch) if self.mismatch else self.steps.range(step)
+        before = np.where(batch.positions == start, stop - 1, batch.positions - 1)
+        others = self._assemble(np.where(batch.positions < 0, -1, before))
+        batch.fields |= {OTHER_TARGETS: others.targets, OTHER_WEIGHTS: others.weights}
+        return batch
 
     def _block(
         self, source: int, sequences: Ints, positions: Ints

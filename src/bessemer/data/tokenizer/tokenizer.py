@@ -391,6 +391,14 @@ def named_tokens(folder: Path) -> dict[str, str]:
     return {role: name for role, name in names.items() if isinstance(name, str)}
 
 
+def pad_token_id(folder: Path, tokenizer: Tokenizer) -> int:
+    """The id that transformers skips at the end of a row: that of config.json, else of the tokenizer's pad token, else,
+    as in TRL, the end token."""
+    named = _ids(_read(folder / "config.json"), "pad_token_id")
+    pad = _token_id(tokenizer, named_tokens(folder).get("pad"))
+    return next(iter([*named, *([pad] if pad is not None else ())]), tokenizer.eos_id)
+
+
 def added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that the post-processor adds before and after a text."""
     plain = tokenizer.inner.encode("a", add_special_tokens=False).ids

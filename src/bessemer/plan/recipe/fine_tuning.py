@@ -236,6 +236,15 @@ def dpo(parameters: float, lora: bool = False) -> RecipeAnswer[Tuning]:
     return RecipeAnswer(Tuning("dpo", settings), reason, f"Rafailov et al. 2023; {TULU}", _basis(parameters))
 
 
+def reward(parameters: float, lora: bool = False) -> RecipeAnswer[Tuning]:
+    """A reward model from preference pairs."""
+    settings = {"learning_rate": _rate(_SFT_RATES, parameters, lora), "epochs": 1, "batch_rows": 64, "warmup": 0.03}
+    reason = "one pass: a second one overfits the pairs; the rate is that of SFT"
+    return RecipeAnswer(
+        Tuning("reward", settings), reason, "Touvron et al. 2023, Llama 2, section 3.2.2", _basis(parameters)
+    )
+
+
 def simpo(parameters: float, lora: bool = False) -> RecipeAnswer[Tuning]:
     """Preference pairs without a reference model: length-normalized, with a margin; after SFT."""
     settings = {"beta": 2.5, "gamma": 1.375, "learning_rate": _rate(_DPO_RATES, parameters, lora), "epochs": 1,

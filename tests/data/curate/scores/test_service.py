@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from bessemer.data.curate.scores import service as service_module
-from bessemer.data.curate.scores.service import AnswerCache, Service, _fill_template, _parse_retry_after, _value_at
+from bessemer.data.curate.scores.service import AnswerCache, Service, _fill_template, _value_at
 from bessemer.data.curate.scores.user_function import Score
 from bessemer.data.read.entry import Document
+from bessemer.endpoint import parse_retry_after
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import ScoreSpec, ServiceSpec
 
@@ -239,9 +240,9 @@ def test_a_pause_that_is_too_long_is_an_error(server: Server, service: Callable[
 
 
 def test_retry_after_as_a_date() -> None:
-    assert 50 < (_parse_retry_after(formatdate(time.time() + 60, usegmt=True)) or 0) <= 60
-    assert _parse_retry_after(formatdate(time.time() - 60, usegmt=True)) == 0
-    assert _parse_retry_after("soon") is None and _parse_retry_after(None) is None and _parse_retry_after("-3") == 0
+    assert 50 < (parse_retry_after(formatdate(time.time() + 60, usegmt=True)) or 0) <= 60
+    assert parse_retry_after(formatdate(time.time() - 60, usegmt=True)) == 0
+    assert parse_retry_after("soon") is None and parse_retry_after(None) is None and parse_retry_after("-3") == 0
 
 
 def test_the_rate_limit_holds_over_threads(server: Server, service: Callable[..., Service]) -> None:

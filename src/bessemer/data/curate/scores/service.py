@@ -5,26 +5,31 @@ share the rate limit through this file: each takes the next turn before a reques
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import os
 import sqlite3
-import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import xxhash
 
+from bessemer.endpoint import (
+    EXCERPT_CHARS,
+    RequestFailed,
+    environment_key,
+    hide_key,
+    pause,
+    post_json,
+    shorten,
+    shown_url,
+)
 from bessemer.errors import UserError
 from bessemer.spec.curate.scores import ServiceSpec
 from bessemer.storage import backoff_s
@@ -112,34 +117,15 @@ class AnswerCache:
                 time.sleep(0.05)
 
 
-_RETRIED_STATUSES = {408, 429, 500, 502, 503, 504}
-_MAX_ANSWER_BYTES = 64 << 20
-_EXCERPT_CHARS = 200
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would change the request and send the key to another host."""
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-
-class _Stopped(Exception):
-    """Another request has failed for good."""
-
-
 class Service:
     """One service as a spec describes it. Sends nothing, and needs no key, before the first text."""
 
     def __init__(self, spec: ServiceSpec, version: str = "") -> None:
         self.spec = spec
-        parts = urlsplit(spec.url)
-        # Query parameters may hold secrets.
-        self.shown_url = f"{parts.scheme}://{parts.netloc}{parts.path}"
+        self.shown_url = shown_url(spec.url)
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "bessemer" / "service-answers.sqlite"
         cache = cache if spec.cache == "auto" else Path(spec.cache)
         self.answers = AnswerCache(cache.expanduser().absolute())
-        self._opener = urllib.request.build_opener(_NoRedirect)
         definition = [spec.url, spec.request, spec.response, spec.batch > 1, version]
         self._definition = json.dumps(definition, sort_keys=True).encode()
 
@@ -155,7 +141,7 @@ class Service:
         missing = [(key, first[key]) for key in dict.fromkeys(keys) if key not in scores_by_key]
         batches = [missing[at : at + self.spec.batch] for at in range(0, len(missing), self.spec.batch)]
         if batches:
-            scores_by_key |= self._ask_all(batches, sent, places, self._key())
+            scores_by_key |= self._ask_all(batches, sent, places, environment_key(self.spec.key_env, self.shown_url))
         return [scores_by_key[key] for key in keys]
 
     def _ask_all(
@@ -183,22 +169,16 @@ class Service:
     def _ask(self, texts: list[str], place: str, key: str, stop: threading.Event) -> list[float]:
         """The scores of one request, after as many attempts as the spec allows."""
         body = json.dumps(_fill_template(self.spec.request, texts)).encode()
-        why = ""
+        url, headers = self._target(key)
         for attempt in range(self.spec.retries + 1):
-            self._wait(0, stop)  # before taking a turn: unused turns would delay the next job
-            self._wait(self.answers.turn(self.shown_url, 1 / self.spec.requests_per_s), stop)
+            pause(0, stop)  # before taking a turn: unused turns would delay the next job
+            pause(self.answers.turn(self.shown_url, 1 / self.spec.requests_per_s), stop)
             try:
-                with self._opener.open(self._request(body, key), timeout=self.spec.timeout) as answer:
-                    data = answer.read(_MAX_ANSWER_BYTES)
-                return self._read(data, len(texts), place, key)
-            except urllib.error.HTTPError as error:
-                with error:
-                    why = self._refused(error, place, key)
-                    pause_s = _parse_retry_after(error.headers.get("Retry-After"))
-            except (OSError, http.client.HTTPException) as error:  # no connection, or no complete answer
-                if isinstance(getattr(error, "reason", error), ssl.SSLCertVerificationError):
-                    raise self._failed(f"its certificate is not valid ({error})", place, key) from error
-                why, pause_s = f"no answer ({getattr(error, 'reason', error) or type(error).__name__})", None
+                return self._read(post_json(url, body, headers, self.spec.timeout), len(texts), place, key)
+            except RequestFailed as failure:
+                if not failure.again:
+                    raise self._failed(failure.why + self._advice(failure), place, key) from failure
+                why, pause_s = failure.why, failure.pause_s
             if attempt == self.spec.retries:
                 break
             if pause_s is not None and pause_s > self.spec.longest_wait:
@@ -208,33 +188,29 @@ class Service:
                 self.answers.hold(self.shown_url, pause_s)
             else:
                 pause_s = backoff_s(attempt, self.spec.backoff, self.spec.longest_wait)
-            self._wait(pause_s, stop)
+            pause(pause_s, stop)
         attempts = f"{attempt + 1} attempts" if attempt else "one attempt"
         raise self._failed(f"{why} after {attempts}; run again later, or raise service.retries", place, key)
 
-    def _request(self, body: bytes, key: str) -> urllib.request.Request:
-        url, headers = self.spec.url, {"Content-Type": "application/json", "User-Agent": "bessemer"}
+    def _target(self, key: str) -> tuple[str, dict[str, str]]:
+        """The URL and headers with the key in its place."""
         if key and self.spec.key_query:
-            url += f"{'&' if urlsplit(url).query else '?'}{quote(self.spec.key_query)}={quote(key, safe='')}"
-        elif key:
-            name, _, value = self.spec.key_header.partition(":")
-            headers[name] = value.strip().replace("{key}", key)
-        return urllib.request.Request(url, body, headers, method="POST")
+            separator = "&" if urlsplit(self.spec.url).query else "?"
+            return f"{self.spec.url}{separator}{quote(self.spec.key_query)}={quote(key, safe='')}", {}
+        if not key:
+            return self.spec.url, {}
+        name, _, value = self.spec.key_header.partition(":")
+        return self.spec.url, {name: value.strip().replace("{key}", key)}
 
-    def _refused(self, error: urllib.error.HTTPError, place: str, key: str) -> str:
-        """Why the service refused, if another attempt may help; otherwise raises."""
-        body = error.read(_MAX_ANSWER_BYTES)[: 4 * _EXCERPT_CHARS].decode(errors="replace")
-        why = f"status {error.code}" + (f" ({_shorten(body)})" if body.strip() else "")
-        if error.code in _RETRIED_STATUSES:
-            return why
-        if error.code in (401, 403):
+    def _advice(self, failure: RequestFailed) -> str:
+        if failure.status is None:
+            return ""
+        if failure.status in (401, 403):
             name = self.spec.key_env
-            why += f"; check the environment variable {name}" if name else "; check service.key_env"
-        elif 300 <= error.code < 400:
-            why += f"; it leads to {error.headers.get('Location', 'another place')}: set service.url to that"
-        else:
-            why += "; check service.request, or drop such documents with an earlier step"
-        raise self._failed(why, place, key) from error
+            return f"; check the environment variable {name}" if name else "; check service.key_env"
+        if 300 <= failure.status < 400:
+            return f"; it leads to {failure.location}: set service.url to that"
+        return "; check service.request, or drop such documents with an earlier step"
 
     def _read(self, data: bytes, count: int, place: str, key: str) -> list[float]:
         try:
@@ -245,34 +221,15 @@ class Service:
                 raise ValueError(f"expected a list of {count} scores")
             for score in scores:
                 if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
-                    raise ValueError(f"a score is {_shorten(repr(score))}, not a number")
+                    raise ValueError(f"a score is {shorten(repr(score))}, not a number")
             return [float(score) for score in scores]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            excerpt = _shorten(data[: 4 * _EXCERPT_CHARS].decode(errors="replace"))
+            excerpt = shorten(data[: 4 * EXCERPT_CHARS].decode(errors="replace"))
             why = f"no score at {self.spec.response!r} of its answer ({error}): {excerpt}"
             raise self._failed(f"{why}; check service.response", place, key) from error
 
     def _failed(self, why: str, place: str, key: str) -> UserError:
-        message = f"{self.shown_url}: {why} (asked about {place})"
-        for secret in {key, quote(key, safe="")} - {""}:  # a service may echo the request
-            message = message.replace(secret, "***")
-        return UserError(message)
-
-    def _key(self) -> str:
-        name = self.spec.key_env
-        if name is None:
-            return ""
-        key = os.environ.get(name, "").strip()
-        if not key:
-            raise UserError(f"{self.shown_url}: its key is missing: set the environment variable {name}")
-        if not (key.isascii() and key.isprintable()):
-            raise UserError(f"the environment variable {name} holds characters that no key has; set it again")
-        return key
-
-    @staticmethod
-    def _wait(wait_s: float, stop: threading.Event) -> None:
-        if stop.wait(wait_s) if wait_s > 0 else stop.is_set():
-            raise _Stopped
+        return UserError(hide_key(f"{self.shown_url}: {why} (asked about {place})", key))
 
 
 def _fill_template(template: Any, texts: list[str]) -> Any:
@@ -300,18 +257,3 @@ def _value_at(answer: Any, path: list[str]) -> Any:
         else:
             raise ValueError(f"there is no {step!r}")
     return answer
-
-
-def _parse_retry_after(value: str | None) -> float | None:
-    """Seconds, from a number of them or a date."""
-    try:
-        if value is not None and value.strip().endswith("GMT"):
-            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-        return None if value is None else max(0.0, float(value))
-    except (ValueError, TypeError):
-        return None
-
-
-def _shorten(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "..."
