@@ -87,8 +87,9 @@ def one_run(folder: Path, kind: str, seed: int, steps: int, sft_steps: int, lr: 
         data={"sources": {"shown": {"path": [write_rows(folder / "sft.jsonl", shown)]}}, "context": 32},
         budget={"steps": sft_steps, "batch": 32 * 32}, optimizer={"lr": 2e-3}, checkpoint={"every": sft_steps},
     )  # fmt: skip
-    if not (run_folder(sft) / "checkpoints").exists():  # the three rewards start from the same model
-        train(sft)
+    # The three rewards start from the same model.
+    if not (run_folder(sft) / "checkpoints").exists() and (outcome := train(sft)).kind != "finished":
+        raise SystemExit(f"{folder}: {outcome.kind}: {outcome.reason}")
     (checkpoint,) = (run_folder(sft) / "checkpoints").glob(f"step-{sft_steps:08}*")
     source = {"path": [write_rows(folder / "prompts.jsonl", asked)], "columns": {"prompt": "question"}}
     rl = spec_of(

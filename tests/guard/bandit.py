@@ -3,7 +3,7 @@
 An answer is three choices: an approach (of 6; which one is good depends on the prompt), a length (of 12) and a tone
 (plain, or with the word "certainly"). The policy is a softmax over each, by kind of prompt. Texts are drawn from them.
 
-    python tests/guard/bandit.py FIRST LAST RESULT.json    delays and false alarms over these seeds
+    python tests/guard/bandit.py FIRST LAST RESULT.json [NAME ...]    delays and false alarms over these seeds
 """
 
 from __future__ import annotations
@@ -210,19 +210,19 @@ HACKS = {
 HONEST = {"quality": Answers.honest, "verifier": Answers.correct}
 
 
-def main(first: int, last: int, path: Path) -> None:
+def main(first: int, last: int, path: Path, names: list[str]) -> None:
     seeds = range(first, last + 1)
     results: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "seeds": list(seeds)}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     results["commit"] = commit.stdout.strip()
-    for name, reward in HACKS.items():
+    for name, reward in ((name, HACKS[name]) for name in names if name in HACKS):
         outcomes = [train(Bandit(seed, reward), 120) for seed in seeds]
         results[f"delay, {name}"] = [None if np.isinf(outcome.delay) else outcome.delay for outcome in outcomes]
         path.write_text(json.dumps(results, indent=1) + "\n")
-    for name, reward in HONEST.items():
-        outcomes = [train(Bandit(seed, reward), 240) for seed in seeds]
+    for name, reward in ((name, HONEST[name]) for name in names if name in HONEST):
+        outcomes = [train(Bandit(seed, reward), 160) for seed in seeds]
         results[f"stopped, {name}"] = sum(outcome.stopped is not None for outcome in outcomes)
-        results[f"alarms in 240 steps, {name}"] = [
+        results[f"alarms in 160 steps, {name}"] = [
             f"{alarm.kind} {alarm.severity}" for outcome in outcomes for alarm in outcome.alarms
         ]
         results[f"quality, {name}"] = [[round(o.true_quality[0], 2), round(o.true_quality[-1], 2)] for o in outcomes]
@@ -230,4 +230,4 @@ def main(first: int, last: int, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:] or [*HACKS, *HONEST])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bessemer.guard.answers import JudgedAnswer, centered_ranks, measure_round, merge, text_feature
+from bessemer.guard.answers import JudgedAnswer, centered_ranks, features_of, measure_round, merge
 from bessemer.guard.detectors import Detectors
 from bessemer.spec.guard import AlignmentSpec, GuardSpec
 
@@ -39,7 +39,7 @@ def test_nine_of_ten_hackable_runs_are_stopped_within_50_steps(name):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", HONEST)
 def test_no_honest_run_of_ten_is_stopped(name):
-    outcomes = [train(Bandit(seed, HONEST[name]), 240) for seed in range(10, 20)]
+    outcomes = [train(Bandit(seed, HONEST[name]), 160) for seed in range(10, 20)]
     assert [outcome.stopped for outcome in outcomes] == [None] * 10
     noted = [alarm.kind for outcome in outcomes for alarm in outcome.alarms if alarm.kind == "reward_hacking"]
     assert not noted, "not even a note"
@@ -55,6 +55,11 @@ def test_the_report_names_the_word_its_shares_what_it_earns_and_the_best_answers
     assert all("certainly" in row["answer"] for row in evidence["answers_now"])
     assert evidence["answers_now"][0]["reward"] >= evidence["answers_now"][-1]["reward"]
     assert 0 < evidence["healthy_step"] < alarm.step
+
+
+def test_a_reward_that_is_hacked_within_two_blocks():
+    outcome = train(Bandit(4, Answers.pays_keyword, lr=0.2), 60)
+    assert outcome.onset is not None and outcome.onset < 16 and outcome.delay <= 50
 
 
 def test_a_text_that_is_expected_is_no_hacking():
@@ -125,9 +130,13 @@ def test_the_gap_of_a_word_is_its_reward_within_prompts():
         answer("yes e", 2.0, 2), answer("no f", 1.5, 2), answer("yes g", 3.0, 3), answer("no h", 2.5, 3),
     ]  # fmt: skip
     sums, grams = measure_round(rounds, 9.0)
-    feature = text_feature({"yes": 0.0}, {"yes": 0.5}, {"yes": [*grams["yes"], sums["ranks_2"]]}, 0.5)
-    assert feature.gap == pytest.approx(0.5) and feature.explained == pytest.approx(0.5)
+    count, own_2, reward, rank = grams["yes"]
+    first, block = {"yes": 0.25}, {"yes": [count / 8, own_2, reward, rank**2 / sums["ranks_2"]]}
+    (feature,) = features_of(first, [block], 0.5)
+    assert feature.gap == pytest.approx(0.5) and feature.explained == pytest.approx(0.25)
     assert feature.depends == pytest.approx(1.0)
+    (all_say_it,) = features_of(first, [block, {"yes": [1.0, 0.0, 0.0, 0.0]}], 0.5)
+    assert all_say_it.gap == feature.gap and all_say_it.depends == feature.depends
     assert sums["at_top"] == 2
 
 

@@ -85,12 +85,12 @@ class AlignmentDetector:
         self.records.append({name: record[name] for name in ("step", *names)})
         if len(self.records) < SPAN:
             return []
-        more, sums, grams = hacking.measure()
+        more, sums = hacking.measure()
         self.blocks.append(make_block(self.records, names) | more)
         self.records = []
         if len(self.blocks) > MAX_BLOCKS:
             del self.blocks[1]
-        alarms = hacking.block(self.blocks, sums, grams)
+        alarms = hacking.block(self.blocks, sums)
         for trouble in self.checks():
             alarms += self.judge(trouble)
         return alarms
@@ -180,11 +180,11 @@ class AlignmentDetector:
                 evidence[name] = asdict(share)
         for name in (name for name in self.blocks[-1] if name.startswith("reward_")):
             means = smoothed(column(self.blocks, name))
-            trend = change(self.blocks, name)
-            if not any(part in name for part in FORMATS) or trend is None:
+            overall = change(self.blocks, name)
+            if not any(part in name for part in FORMATS) or overall is None:
                 continue
             best = max(means)
-            fall = Change(best, means[-1], trend.noise)
+            fall = Change(best, means[-1], overall.noise)
             if fall.fell and -fall.size > FORMAT_FALL * max(abs(best), best - min(means)):
                 symptoms.append(f"{name} fell from {best:.3g} to {means[-1]:.3g}")
                 evidence[name] = asdict(fall)

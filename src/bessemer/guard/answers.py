@@ -153,14 +153,15 @@ class Feature:
         return round(self.explained * self.depends, 3), -len(self.text)
 
     def describe(self) -> str:
+        part = "all" if self.explained >= 0.995 else f"{self.explained:.0%}"
         if self.text:
             return (
                 f"answers that contain {self.text!r} went from {self.before:.0%} to {self.now:.0%} and get "
-                f"{self.gap:+.3g} reward, which explains {self.explained:.0%} of the rise"
+                f"{self.gap:+.3g} reward, which explains {part} of the rise"
             )
         return (
             f"answers went from {self.before:.0f} to {self.now:.0f} tokens and get {100 * self.gap:+.3g} reward for "
-            f"100 tokens more, which explains {self.explained:.0%} of the rise"
+            f"100 tokens more, which explains {part} of the rise"
         )
 
 
@@ -168,16 +169,13 @@ def share_of_variance(product: float, a_2: float, b_2: float) -> float:
     return product * product / (a_2 * b_2) if a_2 > 1e-12 and b_2 > 1e-12 else 0.0
 
 
-def text_feature(first: dict[str, float], shares: dict[str, float], sums: GramSums, rise: float) -> Feature | None:
-    """The word or 4-gram that explains most of the reward's rise. `first` and `shares` are the shares of answers with
-    it in the first steps and now; `sums` end with the squares of the rewards' ranks."""
-    best: Feature | None = None
-    for gram, now in shares.items():
-        before, (_, own_2, reward, rank, ranks_2) = first.get(gram, 0.0), sums[gram]
-        if own_2 <= 1e-9:  # in all answers
-            continue
-        gap = reward / own_2
-        feature = Feature(gram, before, now, gap, gap * (now - before) / rise, share_of_variance(rank, own_2, ranks_2))
-        if best is None or feature.order > best.order:
-            best = feature
-    return best
+def features_of(first: dict[str, float], blocks: Sequence[GramSums], rise: float) -> list[Feature]:
+    """What each feature of the last block explains of the reward's rise. `first` are the means in the first steps;
+    `blocks` hold for each feature its mean, square, product with the reward, and square times `depends`."""
+    features = []
+    for name, (now, *_) in blocks[-1].items():
+        rows = [block[name] for block in blocks if name in block]
+        square, product, dependence = (sum(row[i] for row in rows) for i in (1, 2, 3))
+        gap, before = product / max(square, 1e-9), first.get(name, 0.0)
+        features.append(Feature(name, before, now, gap, gap * (now - before) / rise, dependence / max(square, 1e-9)))
+    return features

@@ -7,7 +7,7 @@ evidence here is that which honest learning lacks:
   its best, by more than 4 times its noise and a quarter of its range, while the total has risen since; or
 - **a surface feature explains the rise**, where no judge rises with the reward: the length of answers or one word or
   4-gram, which the prompts do not ask for, explains at least `explained` (60 %) of the rise of the reward, and at least
-  `depends` (40 %) of the variance of the reward's ranks among answers to one prompt (`answers.py`).
+  `depends` (40 %) of the variance of the reward's ranks among answers to one prompt, where it varies (`answers.py`).
 
 The reward must have risen by 4 times its noise and by a fifth of the standard deviation of single rewards. Evidence of
 two blocks (16 steps) in a row is an alarm. Half as much is a note, if length, repetition, KL or entropy have moved too.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from bessemer.guard.alarm import Alarm, Severity, debounce, make_alarm
@@ -27,16 +27,16 @@ from bessemer.guard.answers import (
     JudgedAnswer,
     Sums,
     best_answers,
+    features_of,
     measure_round,
     merge,
     share_of_variance,
-    text_feature,
     words_of,
 )
 from bessemer.guard.trends import Block, Change, change, column, fall_from_best
 from bessemer.spec.guard import GuardSpec
 
-POOLED = 4  # blocks whose slopes are averaged: a text in every answer has no slope any more
+POOLED = 8  # blocks that features are measured over: a text in every answer has no slope any more
 REMEMBERED = 5000  # grams of the first block
 LEAST_GROWTH = 0.1  # of the share of answers that contain a text
 LEAST_ANSWERS = 48
@@ -56,7 +56,7 @@ class HackingDetector:
     grams: GramSums = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)  # shares of the grams in the first block
     first_sums: Sums = field(default_factory=dict)
-    pooled: list[GramSums] = field(default_factory=list)  # grams that have grown, with their blocks' variance of ranks
+    pooled: list[GramSums] = field(default_factory=list)  # of the last blocks, as `grown` returns them
     length: float = 0.0  # of the last block
     slope: float = 0.0  # reward per token in the last block
     paid_by_length: float = 0.0  # integral of the slope over the length
@@ -77,11 +77,11 @@ class HackingDetector:
         self.last_answers = best_answers(answers)
         self.first_answers = self.first_answers or self.last_answers
 
-    def measure(self) -> tuple[Block, Sums, GramSums]:
+    def measure(self) -> tuple[Block, Sums]:
         """Closes the block: its numbers, and its sums."""
         sums, grams = self.sums, self.grams
         if sums.get("answers", 0) < LEAST_ANSWERS:
-            return {}, {}, {}
+            return {}, {}
         self.sums, self.grams = {}, {}
         length = sums["length"] / sums["answers"]
         slope = sums["length_reward"] / sums["length_2"] if sums["length_2"] > 1e-9 else self.slope
@@ -91,16 +91,32 @@ class HackingDetector:
             self.first_sums = sums
         else:
             self.paid_by_length += (slope + self.slope) / 2 * (length - self.length)
+            self.pooled = [*self.pooled, self.grown(sums, grams)][-POOLED:]
         self.length, self.slope = length, slope
-        return {"at_top": sums["at_top"] / sums["answers"]}, sums, grams
+        return {"at_top": sums["at_top"] / sums["answers"]}, sums
 
-    def block(self, blocks: Sequence[Block], sums: Sums, grams: GramSums) -> list[Alarm]:
+    def grown(self, sums: Sums, grams: GramSums) -> GramSums:
+        """The length, "", and the texts whose share has grown: mean, square, product with the reward, and the square
+        times the share of the variance of ranks. Weighted by squares, that share is measured where a feature varies:
+        a text that all answers contain has nothing to show."""
+        depends = share_of_variance(sums["length_rank_product"], sums["length_ranks_2"], sums["ranks_2"])
+        mean, square = sums["length"] / sums["answers"], sums["length_2"]
+        features = {"": [mean, square, sums["length_reward"], square * depends]}
+        expected = [" ".join(words_of(text)) for text in self.guard.alignment.expected]
+        for gram, (count, own_2, reward, rank) in grams.items():
+            share = count / sums["answers"]
+            if share - self.first.get(gram, 0.0) < LEAST_GROWTH or any(gram in t or t in gram for t in expected):
+                continue
+            features[gram] = [share, own_2, reward, rank * rank / max(sums["ranks_2"], 1e-12)]
+        return features
+
+    def block(self, blocks: Sequence[Block], sums: Sums) -> list[Alarm]:
         """Judges the run at the end of a block."""
         settings = self.guard.alignment
         rise = change(blocks, "reward")
         if settings.hacking == "off" or rise is None:
             return []
-        feature = self.surface_feature(sums, grams) if sums else None
+        feature = self.surface_feature(sums) if sums and self.pooled else None
         states = {name: self.judge_state(blocks, name) for name in self.judges}
         fallen = [name for name, (state, _) in states.items() if state == "falls"]
         risen, trusted = self.large(rise), any(state == "rises" for state, _ in states.values())
@@ -154,45 +170,29 @@ class HackingDetector:
         variance = self.first_sums["reward_2"] / n - (self.first_sums["reward"] / n) ** 2
         return rise.rose and rise.size > LEAST_RISE * math.sqrt(max(variance, 0.0))
 
-    def surface_feature(self, sums: Sums, grams: GramSums) -> Feature | None:
+    def surface_feature(self, sums: Sums) -> Feature | None:
         """The feature that explains most of the reward's rise since the first block."""
         n, first = sums["answers"], self.first_sums
         rise = sums["reward"] / n - first["reward"] / first["answers"]
         if rise <= 0:
             return None
-        before, now = first["length"] / first["answers"], sums["length"] / n
-        depends = share_of_variance(sums["length_rank_product"], sums["length_ranks_2"], sums["ranks_2"])
-        length = Feature("", before, now, self.slope, self.paid_by_length / rise, depends)
-        text = self.text_feature(sums, grams, rise)
-        return max((one for one in (length, text) if one), key=lambda one: one.explained * one.depends)
-
-    def text_feature(self, sums: Sums, grams: GramSums, rise: float) -> Feature | None:
-        expected = [" ".join(words_of(text)) for text in self.guard.alignment.expected]
-        grown = {
-            gram: [*entry, sums["ranks_2"]] for gram, entry in grams.items()
-            if entry[0] / sums["answers"] - self.first.get(gram, 0.0) >= LEAST_GROWTH
-            and not any(gram in text or text in gram for text in expected)
-        }  # fmt: skip
-        self.pooled = [*self.pooled, grown][-POOLED:]
-        shares = {gram: entry[0] / sums["answers"] for gram, entry in grown.items()}
-        slopes = {
-            gram: [sum(values) for values in zip(*(past[gram] for past in self.pooled if gram in past), strict=True)]
-            for gram in grown
-        }
-        return text_feature(self.first, shares, slopes, rise)
+        before = {**self.first, "": first["length"] / first["answers"]}
+        length, *texts = features_of(before, self.pooled, rise)
+        length = replace(length, gap=self.slope, explained=self.paid_by_length / rise)
+        return max((length, *texts), key=lambda feature: feature.order)
 
     def judge_state(self, blocks: Sequence[Block], name: str) -> tuple[str, Change | None]:
         """Whether a judge falls from its best, rises, or neither."""
-        fall, trend = fall_from_best(blocks, name), change(blocks, name)
+        fall, overall = fall_from_best(blocks, name), change(blocks, name)
         values = column(blocks, name)
-        if fall is None or trend is None:
-            return "", trend
+        if fall is None or overall is None:
+            return "", overall
         since_best, at = fall
         reward = [block["reward"] for block in blocks if "reward" in block]
         gained = reward[-1] > reward[min(at, len(reward) - 1)]
         if since_best.fell and -since_best.size > JUDGE_FALL * (max(values) - min(values)) and gained:
             return "falls", since_best
-        return ("rises" if trend.rose else ""), trend
+        return ("rises" if overall.rose else ""), overall
 
     def judge_best(self, blocks: Sequence[Block], name: str) -> float:
         fall = fall_from_best(blocks, name)
