@@ -57,5 +57,5 @@ def test_the_loop_lowers_the_unwanted_behaviour(tmp_path: Path, seed: int, one_p
     change = PairedChange.of(*([sum(some) / 10 for some in values] for values in flags))
     topics = [on_topic(open_run(run), tests) for run in (rude, polite)]
     print(f"seed {seed}: {result.before} -> revised {result.after}; held out {before} -> {after}; on topic {topics}")
-    assert after.share * 5 < before.share and change.p < 0.001
+    assert after.share * 4 < before.share and change.p < 0.001
     assert topics[1] > 0.75 * topics[0]
