@@ -45,8 +45,10 @@ OBJECTIVES: dict[str, MakeObjective] = {
 def first_tokens(spec: RunSpec, tokenizer: Tokenizer, templated: bool = False) -> tuple[int, ...] | None:
     """What the folder's model reads before a text, or before what a chat template writes; None for models of Bessemer,
     which read the end of the last document."""
-    prompt = hf_prompt_format(Path(spec.model.hf), tokenizer) if spec.model.hf else None
-    return prompt and (prompt.chat_prefix if templated else prompt.prefix)
+    if not spec.model.hf:
+        return None
+    prompt = hf_prompt_format(Path(spec.model.hf), tokenizer)
+    return prompt.chat_prefix if templated else prompt.prefix
 
 
 def make_sft(spec: RunSpec, tokenizer: Tokenizer, names: Sequence[str]) -> Sft:
