@@ -311,7 +311,8 @@ def _request(spec: Path | None, model: str | None, tokens: str | None, settings:
     from bessemer.plan.cost_model.memory import OtherModel
 
     request = request_from_spec(run, find_shape(run.model.hf) if run.model.hf else None, vocab)
-    others = (OtherModel(name, find_shape(other.path), other.train) for name, other in run.models.items())
+    models = {name: other for name, other in run.models.items() if name != "teacher" or not run.distill.stored}
+    others = (OtherModel(name, find_shape(other.path), other.train) for name, other in models.items())
     return replace(request, others=tuple(others), sources=sources)
 
 

@@ -298,7 +298,9 @@ class MappedReader(TeacherReader):
     @torch.no_grad()
     def _hidden(self, batch: Batch) -> tuple[Ints, Tensor]:
         """The cells of the batch, row by row, that have a prediction, and the teacher's hidden states for them."""
-        T, rows, places = batch.tokens.shape[1], [], []
+        T = batch.tokens.shape[1]
+        rows: list[tuple[list[int], list[int]]] = []
+        places: list[tuple[int, int, int]] = []
         for row in range(len(batch.tokens)):
             ids: list[int] = []
             documents: list[int] = []
@@ -311,10 +313,10 @@ class MappedReader(TeacherReader):
                 ids += text.ids
                 documents += [number] * len(text.ids)
             rows.append((ids, documents))
-        width = max(1, *(len(ids) for ids, _ in rows))
+        width = max(1, *(len(read) for read, _ in rows))
         tokens_RS, documents_RS = np.zeros((len(rows), width), np.int64), np.full((len(rows), width), -1, np.int32)
-        for row, (ids, documents) in enumerate(rows):
-            tokens_RS[row, : len(ids)], documents_RS[row, : len(ids)] = ids, documents
+        for row, (read, numbers) in enumerate(rows):
+            tokens_RS[row, : len(read)], documents_RS[row, : len(read)] = read, numbers
         documents_RS[documents_RS < 0] = T
         mask = AttentionMask(torch.from_numpy(documents_RS).to(self.device))
         hidden_RSU = self.model(torch.from_numpy(tokens_RS).to(self.device), mask)
