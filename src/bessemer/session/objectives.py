@@ -63,15 +63,9 @@ OBJECTIVES |= dict.fromkeys(
 def first_tokens(spec: RunSpec, tokenizer: Tokenizer, templated: bool = False) -> tuple[int, ...] | None:
     """What the folder's model reads before a text, or before what a chat template writes; None for models of Bessemer,
     which read the end of the last document."""
-<<<<<<< HEAD
-    prompt = hf_prompt_format(Path(spec.model.hf), tokenizer) if spec.model.hf else None
-    if prompt is None:
-        return None
-=======
     if not spec.model.hf:
         return None
     prompt = hf_prompt_format(Path(spec.model.hf), tokenizer)
->>>>>>> tune
     return prompt.chat_prefix if templated else prompt.prefix
 
 
