@@ -5,6 +5,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -190,14 +191,18 @@ def test_labels_equal_transformers(problem, tmp_path):
 def test_watcher_loads_each_checkpoint_once(tmp_path, monkeypatch):
     from bessemer.serve import models
 
-    committed, replaced = ["step-1"], []
-    monkeypatch.setattr(models.Run, "existing", lambda run: type("Run", (), {"checkpoints": run})())
-    monkeypatch.setattr(models, "find_checkpoint", lambda run, which: Path(committed[-1]))
-    monkeypatch.setattr(models, "CheckpointStore", lambda place: type(
-        "Store", (), {"committed": lambda self: [(Path(name), None) for name in committed]})())  # fmt: skip
-    monkeypatch.setattr(models, "load_served", lambda name, place, options: (name, place.name))
-    registry = type("Registry", (), {"replace": lambda self, model: replaced.append(model)})()
+    committed, loads = ["step-1"], []
+
+    def load(name, place, options):
+        loads.append(place.name)
+        return SimpleNamespace(name=name, checkpoint=place.name)
+
+    monkeypatch.setattr(models.Run, "existing", lambda run: run)
+    monkeypatch.setattr(models, "find_checkpoint", lambda run, which: tmp_path / committed[-1])
+    monkeypatch.setattr(models, "load_served", load)
+    registry = SimpleNamespace(models={"live": SimpleNamespace(checkpoint="step-1")})
+    registry.replace = lambda model: registry.models.update({model.name: model})
     watcher = RunWatcher(tmp_path, "live", OPTIONS, registry)
     assert not watcher.check()
     committed += ["step-2", "step-3"]
-    assert watcher.check() and not watcher.check() and replaced == [("live", "step-3")]
+    assert watcher.check() and not watcher.check() and loads == ["step-3"]

@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 
-from bessemer.checkpoint.store import CheckpointStore
 from bessemer.errors import UserError
 from bessemer.model.generate import Generator, ModelDrafter, NgramDrafter
 from bessemer.model.generate.speculate import Drafter
@@ -85,6 +84,11 @@ class ServedModel:
     context: int  # most tokens of a prompt and its answer
     grammar: GrammarCompiler
     classes: ClassifySpec | None = None
+
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint's name; empty if the model is a folder without checkpoints."""
+        return self.source.rpartition("@")[2] if "@" in self.source else ""
 
 
 def load_served(name: str, folder: Path, options: ModelOptions) -> ServedModel:
@@ -181,7 +185,6 @@ class RunWatcher:
     ) -> None:
         self.run, self.name, self.options, self.registry = Run.existing(run), name, options, registry
         self.interval_s = interval_s
-        self.current = find_checkpoint(self.run, "last")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bessemer-watch", daemon=True)
 
@@ -201,11 +204,9 @@ class RunWatcher:
 
     def check(self) -> bool:
         """Load the newest checkpoint if it is a new one."""
-        committed = [path for path, _ in CheckpointStore(self.run.checkpoints).committed()]
-        if not committed or committed[-1] == self.current:
+        newest = find_checkpoint(self.run, "last")
+        if self.registry.models[self.name].checkpoint == newest.name:
             return False
-        newest = committed[-1]
         self.registry.replace(load_served(self.name, newest, self.options))
-        self.current = newest
         _log.warning("now serving %s", newest.name)
         return True
