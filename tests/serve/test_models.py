@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from tests.serve.conftest import byte_tokenizer, llama_folder, running
 
 from bessemer.errors import UserError
-from bessemer.model.generate import Sampling
-from bessemer.serve.models import ModelOptions, RunWatcher, load_adapter, load_served
+from bessemer.model.generate import Request, Sampling
+from bessemer.serve.models import ModelOptions, RunWatcher, load_adapter, load_served, warm_up
 from bessemer.serve.server import ServeOptions, load_models
 from bessemer.train.answers import AnswerSettings, answer_all
 from bessemer.train.trained import load_model
@@ -92,6 +92,16 @@ def test_speculative_decoding_gives_the_same_tokens(folder, tmp_path):
             assert penalized.status_code == (200 if draft is None else 400)
     assert len(set(texts)) == 1 and len(set(constrained)) == 1
     assert json.loads(constrained[0])["a"] in ("yes", "no")
+
+
+def test_warming_up_leaves_nothing_behind(folder):
+    served = load_served("m", folder, ModelOptions(device="cpu", slots=4))
+    generator = served.backend.generator
+    warm_up(generator, 0)
+    assert not generator.rows and not generator.waiting and not generator.contents
+    request = Request(served.loaded.prompt("x"), 8, Sampling(temperature=0))
+    ((warm,),), ((cold,),) = generator.run([request]), load_model(folder, device="cpu").generator(4, 64).run([request])
+    assert warm.tokens == cold.tokens
 
 
 def test_a_newer_checkpoint_is_served_while_requests_run(folder, tmp_path, monkeypatch):

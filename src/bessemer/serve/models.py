@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from bessemer.errors import UserError
-from bessemer.model.generate import Generator, ModelDrafter, NgramDrafter
+from bessemer.model.generate import Generator, ModelDrafter, NgramDrafter, Request, Sampling
 from bessemer.model.generate.speculate import Drafter
 from bessemer.run.directory import Run
 from bessemer.serve.encoders import EncoderBackend, read_classes, read_pooling
@@ -111,9 +111,22 @@ def load_served(name: str, folder: Path, options: ModelOptions) -> ServedModel:
         return ServedModel(name, task, loaded, backend, source, created, context, grammar, classes)
 
     def make() -> Generator:
-        return loaded.generator(options.slots, context, _drafter(options, loaded), options.compiled)
+        generator = loaded.generator(options.slots, context, _drafter(options, loaded), options.compiled)
+        if loaded.model.head_weight.device.type == "cuda":
+            warm_up(generator, loaded.format.start)
+        return generator
 
     return ServedModel(name, "generate", loaded, GeneratorBackend(make), source, created, context, grammar)
+
+
+def warm_up(generator: Generator, token: int) -> None:
+    """Compile and capture the passes of every batch size, so that no request waits for it."""
+    count = 1
+    while count <= generator.slots:
+        for temperature in (0.0, 1.0):
+            generator.run([Request([token], 3, Sampling(temperature=temperature))] * count)
+        count *= 2
+    generator.contents.clear()
 
 
 def _drafter(options: ModelOptions, loaded: LoadedModel) -> Drafter | None:
