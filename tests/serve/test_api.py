@@ -188,8 +188,9 @@ def test_json_mode_is_an_object_as_far_as_it_goes(client):
     assert answer.choices[0].message.content.lstrip().startswith("{")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "stream"), [("required", False), ({"type": "function", "function": {"name": "weather"}}, True)]
+)
 def test_forced_tool_calls(client, choice, stream):
     options = {
         "model": "tiny",

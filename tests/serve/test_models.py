@@ -75,6 +75,7 @@ def test_an_adapter_of_another_model(folder, tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_speculative_decoding_gives_the_same_tokens(folder, tmp_path):
     body = {"prompt": "abcabcabcabc", "max_tokens": 24, "temperature": 0}
     texts, constrained = [], []
@@ -107,9 +108,9 @@ def test_warming_up_leaves_nothing_behind(folder):
 def test_a_newer_checkpoint_is_served_while_requests_run(folder, tmp_path, monkeypatch):
     """The watcher hands over the next model; a request that runs ends on the one it began with."""
     newer = llama_folder(tmp_path / "newer", seed=9)
-    body = {"prompt": "watch", "max_tokens": 300, "temperature": 0}
+    body = {"prompt": "watch", "max_tokens": 60, "temperature": 0}
     expected = [
-        next(answer_all(load_model(place, device="cpu"), ["watch"], AnswerSettings(300, 1, Sampling(temperature=0))))
+        next(answer_all(load_model(place, device="cpu"), ["watch"], AnswerSettings(60, 1, Sampling(temperature=0))))
         for place in (folder, newer)
     ]
     first, second = (load_served("live", place, OPTIONS) for place in (folder, newer))
@@ -168,7 +169,9 @@ def test_embeddings_equal_transformers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "problem", ["single_label_classification", "multi_label_classification", "regression", "token"]
+    "problem",
+    ["single_label_classification"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("multi_label_classification", "regression", "token")],
 )
 def test_labels_equal_transformers(problem, tmp_path):
     names = {0: "good", 1: "bad", 2: "odd"} if problem != "regression" else {0: "LABEL_0"}
