@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
+import platform
 import random
 import signal
 import subprocess
@@ -100,8 +102,11 @@ def main() -> None:
         client.join(60)
     lost = [reason for client in clients for reason in client.lost]
     settled = memory[len(memory) // 3][1]
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    commit = git.stdout.strip()
     report = {
-        "command": sys.argv, "torch": torch.__version__, "minutes": options.minutes, "answered": answered,
+        "command": sys.argv, "commit": commit, "torch": torch.__version__, "cores": os.cpu_count(),
+        "machine": platform.platform(), "load": os.getloadavg(), "minutes": options.minutes, "answered": answered,
         "answered_after_sigterm": sum(client.answered for client in clients) - answered,
         "not_accepted_after_sigterm": sum(client.refused for client in clients),
         "left_by_clients": sum(client.left for client in clients), "lost": lost, "exit_code": code,

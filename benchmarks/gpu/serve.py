@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,7 +56,7 @@ def command(system: str, folder: Path, options: argparse.Namespace) -> list[str]
     if system == "bessemer":
         flags = ["--slots", str(options.concurrent), "--context", "8192", *(["--compile"] if options.compile else [])]
         return [sys.executable, "-m", "bessemer", "serve", str(folder), "--port", "8123", *flags]
-    executable = shutil.which("transformers") or "transformers"
+    executable = str(Path(sys.executable).with_name("transformers"))
     return [executable, "serve", str(folder), "--port", "8123", "--continuous-batching", "--dtype", "bfloat16"]
 
 
@@ -75,10 +74,12 @@ def measure(system: str, folder: Path, options: argparse.Namespace) -> dict[str,
                     raise SystemExit(f"{system} did not start: {command(system, folder, options)}") from None
                 time.sleep(1)
         load = Load(url, str(folder) if system != "bessemer" else None, options.concurrent, 0.0,
-                    parse_lengths(options.lengths), chat=True)  # fmt: skip
+                    parse_lengths(options.lengths), chat=True, ignore_eos=system == "bessemer")  # fmt: skip
         measure_load(load)
         burst = measure_load(replace(load, requests=options.concurrent, seed=1))
         steady = measure_load(replace(load, requests=options.requests, rate=options.rate, seed=2))
+        if error := next((times.error for times in (*burst.times, *steady.times) if times.error), None):
+            raise SystemExit(f"{system}: {error}")
         return {"at_once": burst.summary(), "poisson": steady.summary()}
     finally:
         process.terminate()

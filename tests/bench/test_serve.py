@@ -65,7 +65,18 @@ def test_lengths():
 def test_against_a_server(tmp_path):
     folder = llama_folder(tmp_path / "tiny")
     with running([load_served("tiny", folder, ModelOptions(device="cpu", slots=4))]) as server:
-        command = ["bench", "serve", f"{server.url}/v1", "--requests", "6", "--rate", "0", "--lengths", "16x8"]
+        command = [
+            "bench",
+            "serve",
+            f"{server.url}/v1",
+            "--requests",
+            "6",
+            "--rate",
+            "0",
+            "--lengths",
+            "16x8",
+            "--ignore-eos",
+        ]
         out = tmp_path / "load.json"
         result = CliRunner().invoke(app, [*command, "--slo", "batch", "--json", "--out", str(out)])
         assert result.exit_code == 0, result.output

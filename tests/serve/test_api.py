@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from bessemer.model.generate import Sampling
+from bessemer.serve.grammar import GrammarConstraint
 from bessemer.serve.prompts import HERMES, LLAMA, MISTRAL, parse_tool_calls, text_before_calls
 from bessemer.train.answers import AnswerSettings, answer_all
 from bessemer.train.trained import load_model
@@ -144,6 +145,42 @@ def schema_format(schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
+class FailingMatcher:
+    """A grammar that becomes too complex at its second token."""
+
+    def __init__(self):
+        self.tokens = 0
+
+    def deep_copy(self):
+        return FailingMatcher()
+
+    def is_error(self):
+        return self.tokens > 0
+
+    def get_error(self):
+        return "too many states"
+
+    def compute_bitmask(self):
+        return b"\xff" * 40
+
+    def is_stopped(self):
+        return False
+
+    def consume_token(self, token):
+        self.tokens += 1
+
+
+def test_a_grammar_that_fails_while_it_is_used(client, server, monkeypatch):
+    """The answer ends, and the client learns why; requests beside it go on."""
+    model = server.registry.models["tiny"]
+    failing = GrammarConstraint(FailingMatcher(), model.loaded.stop_ids, [])
+    monkeypatch.setattr(type(model.grammar), "json_schema", lambda self, schema: failing)
+    with pytest.raises(openai.BadRequestError, match="too many states"):
+        client.chat.completions.create(model="tiny", messages=CHAT, **schema_format({}))
+    with pytest.raises(openai.APIError, match="too many states"):
+        list(client.chat.completions.create(model="tiny", messages=CHAT, stream=True, **schema_format({})))
+
+
 def test_json_mode_is_an_object_as_far_as_it_goes(client):
     answer = client.chat.completions.create(
         model="tiny", messages=CHAT, temperature=0, max_tokens=40, response_format={"type": "json_object"}
@@ -151,8 +188,9 @@ def test_json_mode_is_an_object_as_far_as_it_goes(client):
     assert answer.choices[0].message.content.lstrip().startswith("{")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "stream"), [("required", False), ({"type": "function", "function": {"name": "weather"}}, True)]
+)
 def test_forced_tool_calls(client, choice, stream):
     options = {
         "model": "tiny",

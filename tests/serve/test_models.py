@@ -5,6 +5,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -15,8 +16,8 @@ from safetensors.torch import save_file
 from tests.serve.conftest import byte_tokenizer, llama_folder, running
 
 from bessemer.errors import UserError
-from bessemer.model.generate import Sampling
-from bessemer.serve.models import ModelOptions, RunWatcher, load_adapter, load_served
+from bessemer.model.generate import Request, Sampling
+from bessemer.serve.models import ModelOptions, RunWatcher, load_adapter, load_served, warm_up
 from bessemer.serve.server import ServeOptions, load_models
 from bessemer.train.answers import AnswerSettings, answer_all
 from bessemer.train.trained import load_model
@@ -74,6 +75,7 @@ def test_an_adapter_of_another_model(folder, tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_speculative_decoding_gives_the_same_tokens(folder, tmp_path):
     body = {"prompt": "abcabcabcabc", "max_tokens": 24, "temperature": 0}
     texts, constrained = [], []
@@ -93,12 +95,22 @@ def test_speculative_decoding_gives_the_same_tokens(folder, tmp_path):
     assert json.loads(constrained[0])["a"] in ("yes", "no")
 
 
+def test_warming_up_leaves_nothing_behind(folder):
+    served = load_served("m", folder, ModelOptions(device="cpu", slots=4))
+    generator = served.backend.generator
+    warm_up(generator, 0)
+    assert not generator.rows and not generator.waiting and not generator.contents
+    request = Request(served.loaded.prompt("x"), 8, Sampling(temperature=0))
+    ((warm,),), ((cold,),) = generator.run([request]), load_model(folder, device="cpu").generator(4, 64).run([request])
+    assert warm.tokens == cold.tokens
+
+
 def test_a_newer_checkpoint_is_served_while_requests_run(folder, tmp_path, monkeypatch):
     """The watcher hands over the next model; a request that runs ends on the one it began with."""
     newer = llama_folder(tmp_path / "newer", seed=9)
-    body = {"prompt": "watch", "max_tokens": 300, "temperature": 0}
+    body = {"prompt": "watch", "max_tokens": 60, "temperature": 0}
     expected = [
-        next(answer_all(load_model(place, device="cpu"), ["watch"], AnswerSettings(300, 1, Sampling(temperature=0))))
+        next(answer_all(load_model(place, device="cpu"), ["watch"], AnswerSettings(60, 1, Sampling(temperature=0))))
         for place in (folder, newer)
     ]
     first, second = (load_served("live", place, OPTIONS) for place in (folder, newer))
@@ -157,7 +169,9 @@ def test_embeddings_equal_transformers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "problem", ["single_label_classification", "multi_label_classification", "regression", "token"]
+    "problem",
+    ["single_label_classification"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("multi_label_classification", "regression", "token")],
 )
 def test_labels_equal_transformers(problem, tmp_path):
     names = {0: "good", 1: "bad", 2: "odd"} if problem != "regression" else {0: "LABEL_0"}
@@ -190,14 +204,18 @@ def test_labels_equal_transformers(problem, tmp_path):
 def test_watcher_loads_each_checkpoint_once(tmp_path, monkeypatch):
     from bessemer.serve import models
 
-    committed, replaced = ["step-1"], []
-    monkeypatch.setattr(models.Run, "existing", lambda run: type("Run", (), {"checkpoints": run})())
-    monkeypatch.setattr(models, "find_checkpoint", lambda run, which: Path(committed[-1]))
-    monkeypatch.setattr(models, "CheckpointStore", lambda place: type(
-        "Store", (), {"committed": lambda self: [(Path(name), None) for name in committed]})())  # fmt: skip
-    monkeypatch.setattr(models, "load_served", lambda name, place, options: (name, place.name))
-    registry = type("Registry", (), {"replace": lambda self, model: replaced.append(model)})()
+    committed, loads = ["step-1"], []
+
+    def load(name, place, options):
+        loads.append(place.name)
+        return SimpleNamespace(name=name, checkpoint=place.name)
+
+    monkeypatch.setattr(models.Run, "existing", lambda run: run)
+    monkeypatch.setattr(models, "find_checkpoint", lambda run, which: tmp_path / committed[-1])
+    monkeypatch.setattr(models, "load_served", load)
+    registry = SimpleNamespace(models={"live": SimpleNamespace(checkpoint="step-1")})
+    registry.replace = lambda model: registry.models.update({model.name: model})
     watcher = RunWatcher(tmp_path, "live", OPTIONS, registry)
     assert not watcher.check()
     committed += ["step-2", "step-3"]
-    assert watcher.check() and not watcher.check() and replaced == [("live", "step-3")]
+    assert watcher.check() and not watcher.check() and loads == ["step-3"]

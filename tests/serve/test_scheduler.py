@@ -148,7 +148,7 @@ def test_a_cancelled_job_is_not_stepped_again(folder):
 
 
 def test_a_full_queue_is_refused_and_told_when_to_retry(small):
-    threads = [threading.Thread(target=post, args=(small, LONG | {"max_tokens": 100})) for _ in range(4)]
+    threads = [threading.Thread(target=post, args=(small, LONG | {"max_tokens": 50})) for _ in range(4)]
     for thread in threads:
         thread.start()
     wait_until(lambda: small.scheduler.load() == {"running": 1, "waiting": 3})

@@ -49,6 +49,7 @@ class Load:
     rate: float = 4.0  # per second; 0: all at once
     lengths: Sequence[tuple[int, int, float]] = ((256, 128, 1.0),)
     chat: bool = False
+    ignore_eos: bool = False  # answers of full length; some servers refuse the option
     seed: int = 0
     key: str | None = None
     timeout_s: float = 600.0
@@ -150,9 +151,10 @@ def send(
     draw = random.Random(load.seed * 1_000_003 + number)
     text = " ".join(draw.choice(WORDS) for _ in range(prompt_tokens))
     body: dict[str, Any] = {
-        "model": target.model, "max_tokens": answer, "temperature": 0, "stream": True, "ignore_eos": True,
+        "model": target.model, "max_tokens": answer, "temperature": 0, "stream": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
+    body |= {"ignore_eos": True} if load.ignore_eos else {}
     body |= {"messages": [{"role": "user", "content": text}]} if load.chat else {"prompt": text}
     connection = target.connect()
     try:

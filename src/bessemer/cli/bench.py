@@ -108,6 +108,9 @@ def serve(
     ),
     slo: str | None = typer.Option(None, "--slo", help="A promise to check: interactive, streaming, edge or batch."),
     chat: bool = typer.Option(False, "--chat", help="Send chats instead of completions."),
+    ignore_eos: bool = typer.Option(
+        False, "--ignore-eos", help="Answers of full length. vLLM and Bessemer know the option; others may refuse it."
+    ),
     seed: int = typer.Option(0, "--seed", help="The same seed sends the same load."),
     out: Path | None = typer.Option(None, "--out", help="A file for the numbers and each request's times."),
     as_json: bool = AS_JSON,
@@ -128,7 +131,8 @@ def serve(
 
     if slo is not None and slo not in PROMISES:
         raise UserError(f"--slo {slo}: write one of {', '.join(PROMISES)}")
-    load = Load(url, model, requests, rate, parse_lengths(lengths), chat, seed, os.environ.get("OPENAI_API_KEY"))
+    key = os.environ.get("OPENAI_API_KEY")
+    load = Load(url, model, requests, rate, parse_lengths(lengths), chat, ignore_eos, seed, key)
     result = measure_load(load, lambda line: print(line, file=sys.stderr, flush=True))
     summary = result.summary(PROMISES[slo] if slo else None)
     print(json.dumps(summary, indent=1) if as_json else "\n".join(table(summary)))

@@ -11,6 +11,7 @@ from typing import Any
 
 from bessemer.model.generate import Completion
 from bessemer.serve.errors import ApiError
+from bessemer.serve.grammar import GrammarConstraint
 from bessemer.serve.models import ServedModel
 from bessemer.serve.prompts import ToolFormat, parse_tool_calls, text_before_calls
 from bessemer.serve.scheduler import InferenceJob
@@ -33,6 +34,7 @@ class Answer:
     jobs: Sequence[InferenceJob]
     logprobs: bool = False
     include_usage: bool = False
+    constraint: GrammarConstraint | None = None
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -62,7 +64,14 @@ class Answer:
             "system_fingerprint": self.model.source, "choices": choices,
         }  # fmt: skip
 
+    def check(self) -> None:
+        """ApiError if the constraint failed while it was used, which ended the answer."""
+        if self.constraint is not None and self.constraint.errors:
+            message = f"the schema is too complex: {self.constraint.errors[0]}"
+            raise ApiError(400, message, "response_format", "invalid_schema")
+
     def body(self) -> dict[str, Any]:
+        self.check()
         choices = [self.choice(i, sample) for i, sample in enumerate(self.samples)]
         return self.envelope(self.kinds[0], choices) | {"usage": self.usage}
 
@@ -78,6 +87,7 @@ class Answer:
                 for choice in self._deltas(read):
                     yield event(self.envelope(self.kinds[1], [choice]) | usage)
                 more = await anext(updates, updates) is not updates
+            self.check()
             if self.include_usage:
                 yield event(self.envelope(self.kinds[1], []) | {"usage": self.usage})
         except ApiError as error:

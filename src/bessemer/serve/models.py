@@ -16,9 +16,8 @@ from typing import Literal
 
 import torch
 
-from bessemer.checkpoint.store import CheckpointStore
 from bessemer.errors import UserError
-from bessemer.model.generate import Generator, ModelDrafter, NgramDrafter
+from bessemer.model.generate import Generator, ModelDrafter, NgramDrafter, Request, Sampling
 from bessemer.model.generate.speculate import Drafter
 from bessemer.run.directory import Run
 from bessemer.serve.encoders import EncoderBackend, read_classes, read_pooling
@@ -86,6 +85,11 @@ class ServedModel:
     grammar: GrammarCompiler
     classes: ClassifySpec | None = None
 
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint's name; empty if the model is a folder without checkpoints."""
+        return self.source.rpartition("@")[2] if "@" in self.source else ""
+
 
 def load_served(name: str, folder: Path, options: ModelOptions) -> ServedModel:
     """Load a run, a checkpoint, a Hugging Face folder or an adapter for serving."""
@@ -107,9 +111,22 @@ def load_served(name: str, folder: Path, options: ModelOptions) -> ServedModel:
         return ServedModel(name, task, loaded, backend, source, created, context, grammar, classes)
 
     def make() -> Generator:
-        return loaded.generator(options.slots, context, _drafter(options, loaded), options.compiled)
+        generator = loaded.generator(options.slots, context, _drafter(options, loaded), options.compiled)
+        if loaded.model.head_weight.device.type == "cuda":
+            warm_up(generator, loaded.format.start)
+        return generator
 
     return ServedModel(name, "generate", loaded, GeneratorBackend(make), source, created, context, grammar)
+
+
+def warm_up(generator: Generator, token: int) -> None:
+    """Compile and capture the passes of every batch size, so that no request waits for it."""
+    count = 1
+    while count <= generator.slots:
+        for temperature in (0.0, 1.0):
+            generator.run([Request([token], 3, Sampling(temperature=temperature))] * count)
+        count *= 2
+    generator.contents.clear()
 
 
 def _drafter(options: ModelOptions, loaded: LoadedModel) -> Drafter | None:
@@ -181,7 +198,6 @@ class RunWatcher:
     ) -> None:
         self.run, self.name, self.options, self.registry = Run.existing(run), name, options, registry
         self.interval_s = interval_s
-        self.current = find_checkpoint(self.run, "last")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bessemer-watch", daemon=True)
 
@@ -201,11 +217,9 @@ class RunWatcher:
 
     def check(self) -> bool:
         """Load the newest checkpoint if it is a new one."""
-        committed = [path for path, _ in CheckpointStore(self.run.checkpoints).committed()]
-        if not committed or committed[-1] == self.current:
+        newest = find_checkpoint(self.run, "last")
+        if self.registry.models[self.name].checkpoint == newest.name:
             return False
-        newest = committed[-1]
         self.registry.replace(load_served(self.name, newest, self.options))
-        self.current = newest
         _log.warning("now serving %s", newest.name)
         return True

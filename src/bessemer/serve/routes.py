@@ -62,9 +62,9 @@ class Endpoints:
         tools = [] if request.tool_choice == "none" else [tool.function.name for tool in request.tools or []]
         answer = ChatAnswer(
             model, jobs, bool(request.logprobs), _include_usage(request), tools=tools, format=format,
-            one_call=request.parallel_tool_calls is False,
+            one_call=request.parallel_tool_calls is False, constraint=constraint,
         )  # fmt: skip
-        return await self._answer(http, answer, bool(request.stream), constraint)
+        return await self._answer(http, answer, bool(request.stream))
 
     async def complete(self, http: Request, request: CompletionRequest) -> Response:
         refuse_unsupported(request)
@@ -80,7 +80,7 @@ class Endpoints:
             are_texts = all(isinstance(text, str) for text in texts)
             echoes = [str(text) for text in texts] if are_texts else [model.loaded.decode(ids) for ids in prompts]
             answer = EchoAnswer(model, jobs, **shown, echoes=echoes)
-        return await self._answer(http, answer, bool(request.stream), None)
+        return await self._answer(http, answer, bool(request.stream))
 
     async def embed(self, http: Request, request: EmbeddingRequest) -> Response:
         model = self.registry.get(request.model, "embed")
@@ -183,17 +183,13 @@ class Endpoints:
         self.scheduler.submit(jobs)
         return jobs
 
-    async def _answer(
-        self, http: Request, answer: Answer, stream: bool, constraint: GrammarConstraint | None
-    ) -> Response:
+    async def _answer(self, http: Request, answer: Answer, stream: bool) -> Response:
         updates = self.scheduler.updates(answer.jobs)
         if stream:
             async with self._watch(http, answer.jobs):
                 await anext(updates)  # the first result: errors until then have an HTTP status of their own
             return EventStream(answer.stream(updates), partial(self.scheduler.cancel, answer.jobs))
         await self._finish(http, answer.jobs, updates)
-        if constraint is not None and constraint.errors:
-            raise ApiError(400, f"the schema is too complex: {constraint.errors[0]}", code="invalid_schema")
         return JSONResponse(answer.body())
 
     async def _finish(self, http: Request, jobs: Sequence[InferenceJob], updates: AsyncIterator[None]) -> None:
