@@ -114,9 +114,11 @@ class RolloutMaker:
             penalties = rl.overlong.penalty * overlong_penalty(lengths, rl.max_tokens, rl.overlong.buffer)
             for sample, penalty in zip(samples, penalties.tolist(), strict=True):
                 sample.reward += penalty
-        used = np.array(
-            [sample.tokens.size > 0 and not (rl.mask_truncated and not sample.finished) for sample in samples]
-        )
+                sample.rewards["overlong"] = penalty
+        used = np.array([
+            sample.tokens.size > 0 and not np.isnan(sample.reward) and (sample.finished or not rl.mask_truncated)
+            for sample in samples
+        ])  # fmt: skip
         made = Round(first, samples, rl.samples, used, drawn=drawn)
         made.arrays[GENERATOR] = np.concatenate([sample.logps for sample in samples])
         scored_s = time.perf_counter()
@@ -206,6 +208,7 @@ class RolloutMaker:
         """Advantages and, with a critic, returns; and the numbers of the KL penalty."""
         rl, (_, name, _) = self.rl, self.rl.resolved(self.objective)
         rewards_PG, mask_BT = made.rewards(), _padded(made, None)
+        used_BT = mask_BT * torch.from_numpy(made.used)[:, None]
         penalty_BT = torch.zeros_like(mask_BT)
         if REF in made.arrays and OLD in made.arrays:
             made.numbers["answer_kl"] = float((_padded(made, OLD) - _padded(made, REF)).sum(1).mean())
@@ -217,9 +220,9 @@ class RolloutMaker:
             controller.update(made.numbers.get("answer_kl", 0.0), len(made.samples))
             made.numbers |= {"beta": beta, "next_beta": controller.beta}
         if name in ("global", "global_baseline"):
-            advantages_BT = reinforce_pp_advantages(rewards_PG, mask_BT, penalty_BT, baseline=name == "global_baseline")
+            advantages_BT = reinforce_pp_advantages(rewards_PG, used_BT, penalty_BT, baseline=name == "global_baseline")
         elif name == "gae":
-            advantages_BT = self._with_critic(made, rewards_PG, mask_BT, penalty_BT)
+            advantages_BT = self._with_critic(made, rewards_PG, mask_BT, used_BT, penalty_BT)
         else:
             penalized_PG = rewards_PG - penalty_BT.sum(1).view_as(rewards_PG)
             advantages_PG = self._group(made, name, penalized_PG)
@@ -242,15 +245,18 @@ class RolloutMaker:
             return rloo_advantages(rewards_PG)
         return group_advantages(rewards_PG, SCALES[name])  # type: ignore[arg-type]
 
-    def _with_critic(self, made: Round, rewards_PG: Tensor, mask_BT: Tensor, penalty_BT: Tensor) -> Tensor:
+    def _with_critic(
+        self, made: Round, rewards_PG: Tensor, mask_BT: Tensor, used_BT: Tensor, penalty_BT: Tensor
+    ) -> Tensor:
+        """Generalised advantages. Answers without a loss (`used_BT` 0) do not enter the statistics."""
         ppo, values_BT = self.rl.ppo, _padded(made, VALUES)
         rewards_BT = token_rewards(rewards_PG.flatten(), mask_BT, penalty_BT)
         advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, ppo.gamma, ppo.lam)
         made.arrays[RETURNS] = _flat(made, returns_BT)
-        returns, values = made.arrays[RETURNS].astype(np.float64), made.arrays[VALUES].astype(np.float64)
-        spread = returns.var()
+        returns, values = returns_BT[used_BT > 0].numpy(), values_BT[used_BT > 0].numpy()
+        spread = returns.var() if returns.size else 0.0
         made.numbers["explained_variance"] = float(1 - (returns - values).var() / spread) if spread else 0.0
-        return whiten(advantages_BT, mask_BT) if ppo.whiten else advantages_BT
+        return whiten(advantages_BT, used_BT) if ppo.whiten else advantages_BT
 
     def _beta(self, job: Job, first: int) -> float:
         """The KL coefficient of a round; an adaptive one follows from the round before."""
@@ -298,10 +304,16 @@ def sample_row(
     """One answer as a line of a .jsonl file."""
     prompt = sources[names[sample.source]].prompts[sample.sequence]
     return {
-        "prompt": prompt.content, "answer": sample.text, "reward": sample.reward, "rewards": sample.rewards,
+        "prompt": prompt.content, "answer": sample.text, "reward": _or_null(sample.reward),
+        "rewards": {name: _or_null(value) for name, value in sample.rewards.items()},
         "tokens": int(sample.tokens.size), "finished": sample.finished, "used": used, "position": sample.position,
         "source": names[sample.source], "origin": prompt.place, "seed": sample.seed,
     }  # fmt: skip
+
+
+def _or_null(number: float) -> float | None:
+    """NaN is no JSON."""
+    return None if np.isnan(number) else number
 
 
 def _all_equal(group: Sequence[Rollout]) -> bool:

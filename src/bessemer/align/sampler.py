@@ -84,6 +84,10 @@ class Sampler:
             extras = self._reward(local, made, samples, step)
         except UserError as failure:
             error = str(failure)
+        except Exception as failure:
+            if world.size == 1:
+                raise
+            error = f"rl.rewards: {type(failure).__name__} on rank {world.rank}: {failure}"  # the others wait for it
         rewarded_s = time.perf_counter()
         if error := next(filter(None, world.gather(error)), ""):
             raise UserError(error)

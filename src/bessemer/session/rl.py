@@ -169,7 +169,7 @@ def attach_rollouts(
     sampler = Sampler(data.reader, spec.rl, rewards, plan.context, spec.seed)
     maker = RolloutMaker(spec.objective, spec.rl, sampler, stream.sources, stream.rounds)
     prompts = {name: held.rows for name, held in held_out.items() if isinstance(held.rows, PromptRows)}
-    verified = tuple(name for name, reward in spec.rl.rewards.items() if reward.verifier is not None)
+    verified = tuple(name for name, reward in spec.rl.rewards.items() if reward.verifier and reward.tests == "all")
     evaluator = HeldOutRollouts(
         prompts, plan.evaluate_tokens // plan.context, sampler, stream, verified, plan.micro_rows, plan.precision,
         device, world, folder,
