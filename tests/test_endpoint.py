@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bessemer.endpoint import ChatAnswer, Endpoint, RequestFailed, post_json
+from bessemer.endpoint import Endpoint, EndpointAnswer, RequestFailed, post_json
 from bessemer.errors import UserError
 
 KEY = "sk-very-secret"
@@ -88,7 +88,7 @@ def test_answers_are_in_order_and_parallel_requests_are_bounded(server: ChatServ
     server.answer = answer
     endpoint = Endpoint(server.url, "judge", temperature=0.5, max_tokens=7, parallel=3)
     answers = endpoint.complete(asking(*"0123456789"), seed=40)
-    assert answers == [ChatAnswer(digit * 2, digit != "3") for digit in "0123456789"]
+    assert answers == [EndpointAnswer(digit * 2, digit != "3") for digit in "0123456789"]
     assert 1 < server.most_active <= 3
     first = min(server.requests, key=lambda request: int(request["seed"]))
     assert first == {

@@ -120,7 +120,7 @@ def pause(wait_s: float, stop: threading.Event) -> None:
 
 
 @dataclass(frozen=True)
-class ChatAnswer:
+class EndpointAnswer:
     """An answer; `finished` unless it was cut off at the maximum length."""
 
     text: str
@@ -141,14 +141,14 @@ class Endpoint:
     retries: int = 5
     backoff: float = field(default=1.0, repr=False)
 
-    def complete(self, conversations: Sequence[Sequence[Mapping[str, Any]]], seed: int = 0) -> list[ChatAnswer]:
+    def complete(self, conversations: Sequence[Sequence[Mapping[str, Any]]], seed: int = 0) -> list[EndpointAnswer]:
         """An answer to each conversation, `parallel` at a time. A failure that retries do not cure is a UserError.
 
         With a temperature each request has its own seed, which not every endpoint respects."""
         if not conversations:
             return []
         key, stop = environment_key(self.key_env, shown_url(self.url)), threading.Event()
-        answers: list[ChatAnswer | None] = [None] * len(conversations)
+        answers: list[EndpointAnswer | None] = [None] * len(conversations)
 
         def ask(number: int) -> None:
             answers[number] = self._ask(conversations[number], seed + number, key, stop)
@@ -161,7 +161,7 @@ class Endpoint:
                 stop.set()
         return [answer for answer in answers if answer is not None]
 
-    def _ask(self, messages: Sequence[Mapping[str, Any]], seed: int, key: str, stop: threading.Event) -> ChatAnswer:
+    def _ask(self, messages: Sequence[Mapping[str, Any]], seed: int, key: str, stop: threading.Event) -> EndpointAnswer:
         request: dict[str, Any] = {
             "model": self.model, "messages": [dict(message) for message in messages],
             "temperature": self.temperature, "max_tokens": self.max_tokens,
@@ -191,13 +191,13 @@ class Endpoint:
             return f"; it leads to {failure.location}: set url to that"
         return "; check url (it ends in /v1) and model" if failure.status else ""
 
-    def _read(self, data: bytes, key: str) -> ChatAnswer:
+    def _read(self, data: bytes, key: str) -> EndpointAnswer:
         try:
             choice = json.loads(data)["choices"][0]
             text = choice["message"].get("content") or ""
             if not isinstance(text, str):
                 raise TypeError("content is no text")
-            return ChatAnswer(text, choice.get("finish_reason") != "length")
+            return EndpointAnswer(text, choice.get("finish_reason") != "length")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             excerpt = shorten(data[: 4 * EXCERPT_CHARS].decode(errors="replace"))
             raise self._failed(f"no chat completion in its answer ({error}): {excerpt}; check url", key) from error

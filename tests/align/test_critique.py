@@ -12,7 +12,7 @@ from bessemer.align.critique import UNCHANGED, Principle, critique_all, load_pri
 from bessemer.align.records import forget_partial, partial_path
 from bessemer.align.responder import Conversation, EndpointResponder, Reply, open_responder, prompt_value
 from bessemer.align.rewards.reward import Sample
-from bessemer.endpoint import ChatCompletion, Endpoint
+from bessemer.endpoint import Endpoint, EndpointAnswer
 from bessemer.errors import UserError
 from bessemer.train.answers import AnswerSettings, PromptRow
 
@@ -150,7 +150,7 @@ def test_endpoints_answer_too() -> None:
 
 
 def test_endpoints_give_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Endpoint, "complete", lambda self, some, seed: [ChatCompletion(" yes \n", False)] * len(some))
+    monkeypatch.setattr(Endpoint, "complete", lambda self, some, seed: [EndpointAnswer(" yes \n", False)] * len(some))
     responder = open_responder("http://localhost:8000/v1#m", AnswerSettings(7))
     assert responder.reply([[{"role": "user", "content": "hi"}]]) == [Reply("yes", False)]
 

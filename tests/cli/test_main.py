@@ -22,7 +22,10 @@ from bessemer.run.directory import RunWriter
 from .conftest import Call
 
 GOOD = "model: 10M\ndata:\n  sources:\n    web: data/\n"
-DATA_VERBS = ("prepare", "publish", "verify", "report", "check", "classifier", "perplexity", "audit", "extend")
+DATA_VERBS = (
+    "prepare", "publish", "teacher", "verify", "report", "check", "classifier", "perplexity", "audit", "extend",
+)  # fmt: skip
+ALIGN_VERBS = ("score", "best", "critique", "measure", "audit", "redteam", "vote", "tally")
 CHECKPOINT_VERBS = (
     "list", "verify", "diff", "prune", "restore", "tag", "lineage", "import", "average", "pack", "unpack",
 )  # fmt: skip
@@ -35,6 +38,7 @@ VERBS = (
     "spec check", "spec show", "spec schema",
     *(f"data {verb}" for verb in DATA_VERBS), *(f"checkpoints {verb}" for verb in CHECKPOINT_VERBS),
     *(f"inspect {verb}" for verb in INSPECT_VERBS), *(f"launch {verb}" for verb in LAUNCH_VERBS),
+    *(f"align {verb}" for verb in ALIGN_VERBS),
 )  # fmt: skip
 
 
@@ -65,6 +69,12 @@ def test_every_verb_is_in_the_list_above() -> None:
         if (own := group.typer_instance.registered_callback) and own.invoke_without_command is True
     }  # fmt: skip
     assert commands | groups | alone == set(VERBS)
+
+
+@pytest.mark.parametrize("verb", ["sycophancy", "truthful"])
+def test_help_of_a_probe_has_an_example(verb: str) -> None:
+    result = CliRunner().invoke(main.app, ["align", "probe", verb, "--help"])
+    assert result.exit_code == 0 and f"Example: bessemer align probe {verb}" in " ".join(result.output.split())
 
 
 def test_version(call: Call) -> None:

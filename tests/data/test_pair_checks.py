@@ -115,5 +115,5 @@ def test_ranked_rows_are_trained_as_pairs(tmp_path: Path) -> None:
     assert [("best 0" in answers[0], "good 0" in answers[1], "best 0" in answers[2], "bad 0" in answers[3])] == [
         (True, True, True, True)
     ]
-    with pytest.raises(UnusableAnswer, match="'a' holds no list of two or more answers"):
+    with pytest.raises(UnusableAnswer, match="'a' holds no list of two answers or more"):
         answer_messages({"q": "q", "a": ["only one"]}, {"prompt": "q", "answers": "a"}, lambda value, _: value)

@@ -120,8 +120,8 @@ def test_a_run_records_rewards_stores_its_rounds_and_answers_held_out_prompts(ma
         right = float(line["answer"] == str(int(a) + int(b)))
         assert line["rewards"]["right"] == right and line["origin"].endswith(f":{int(a) * 10 + int(b) + 1}")
         short = line["rewards"]["short"]
-        assert (short != short) == ("9" in line["prompt"])  # NaN: the reward does not apply
-        assert line["reward"] == pytest.approx(right + (0.5 / line["tokens"] if short == short else 0))
+        assert (short is None) == ("9" in line["prompt"])  # the reward does not apply
+        assert line["reward"] == pytest.approx(right + (0.5 / line["tokens"] if short is not None else 0))
     assert records[3]["reward"] == pytest.approx(np.mean([line["reward"] for line in lines]), abs=1e-5)
     assert records[3]["answer_tokens"] == pytest.approx(np.mean([line["tokens"] for line in lines]), abs=1e-5)
     # The log-probabilities of generator and trainer are those of one distribution, of the end of an answer too.

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bessemer.errors import UserError
+from bessemer.parent import child_environment
 from bessemer.run.directory import Run, mean_loss
 from bessemer.run.journal import to_number
 from bessemer.spec.load import dump_spec
@@ -55,7 +56,7 @@ def train_chain(chain: Chain, options: list[str], restart: bool = False) -> int:
         shutil.rmtree(chain.model_folder(stage.name), ignore_errors=True)  # a model of earlier settings
         command = [sys.executable, "-m", "bessemer", "train", str(path), *options]
         with _signals_go_to_the_stage() as children:
-            children.append(subprocess.Popen(command + ["--restart"] * begins_anew))
+            children.append(subprocess.Popen(command + ["--restart"] * begins_anew, env=child_environment()))
             code = children[0].wait()
         write_report(chain)
         if code:
@@ -98,7 +99,7 @@ def make_rows(chain: Chain, stage: ChainStage, anew: bool) -> int:
     print(f"sampling {'pairs' if stage.make.pairs else 'answers'} from {stage.spec.model.hf}", flush=True)
     with _signals_go_to_the_stage() as children:
         command = [sys.executable, "-m", "bessemer", "align", "best", *arguments, "--json"]
-        children.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        children.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment()))
         printed, _ = children[0].communicate()
     if children[0].returncode == 0:
         summary = {"arguments": arguments, **json.loads(printed)}
