@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bessemer.align.reward_model import RewardModel
 from bessemer.align.rollouts import RoundStore
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.errors import UserError
@@ -158,6 +159,27 @@ def test_a_killed_run_continues_with_the_same_rewards_and_losses(make: Make, nam
     if name == "ppo":
         betas = [record["beta"] for record in run_of(killed).metrics() if "beta" in record]
         assert len(betas) == 3 and betas[0] == 0.1 and len(set(betas)) > 1
+
+
+def test_a_reward_model_grades_answers(make: Make, base: dict[str, Any], tmp_path: Path) -> None:
+    sums = [(a, b) for a in range(10) for b in range(10)]
+    rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1}"} for a, b in sums]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge = make("judge").model_dump(exclude_unset=True)
+    data = {"sources": {"pairs": {"path": [str(tmp_path / "pairs.jsonl")]}}, "context": 32}
+    tokenizer = {"path": str(Path(base["start_from"]).parents[1] / "tokenizer.json"), "chat": "none"}
+    judge |= {"objective": "reward", "data": data, "budget": {"steps": 3, "batch": 4 * 32}, "tokenizer": tokenizer}
+    spec = RunSpec.model_validate({name: part for name, part in judge.items() if name not in ("rl", "start_from")})
+    assert train(spec).kind == "finished"
+    model = RewardModel.load(run_folder(spec))
+    spec = make(rl={"rewards": {"taste": {"model": str(run_folder(spec)), "weight": 2.0}}}, budget={"steps": 2})
+    assert train(spec).kind == "finished"
+    lines = (run_folder(spec) / "rollouts" / "round-00000000.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    expected = model.score([each["prompt"] for each in answers], [each["answer"] for each in answers])
+    assert [each["rewards"]["taste"] for each in answers] == pytest.approx(expected, abs=1e-5)
+    assert [each["reward"] for each in answers] == pytest.approx([2 * score for score in expected], abs=1e-5)
+    assert len(set(expected)) > 1
 
 
 def test_every_step_replays_from_the_stored_rollouts(make: Make) -> None:

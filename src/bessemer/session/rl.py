@@ -4,8 +4,7 @@ the evaluation on held-out prompts."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from bessemer.align.prompts import (
     prompts_of_dataset,
     read_prompts,
 )
-from bessemer.align.rewards.reward import Sample, make_rewards
+from bessemer.align.rewards.reward import make_rewards
 from bessemer.align.rollout_maker import RolloutMaker
 from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
 from bessemer.align.rollouts import FOLDER, RoundStore
@@ -36,7 +35,6 @@ from bessemer.parallel.world import World
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.mixtures import sources_used
 from bessemer.spec.load import load_spec
-from bessemer.spec.rewards import RewardSpec
 from bessemer.spec.rl import RL_OBJECTIVES
 from bessemer.spec.rl_checks import with_companions
 from bessemer.spec.schema import RunSpec
@@ -46,24 +44,6 @@ from bessemer.train.trained import TextReader, folder_template_file
 PYTHON_SOURCE = "python"
 TRUE_GOALS = ("exact", "math", "code")
 NO_TEMPLATE = "none"  # texts are read as they are
-
-
-def _load_reward_model(
-    name: str, reward: RewardSpec, device: torch.device
-) -> Callable[[Sequence[Sample]], list[float]]:
-    """Scores of a reward model. Each process holds all of it; it is in no checkpoint and not in the plan."""
-    from bessemer.align.reward_model import RewardModel
-
-    assert reward.model is not None
-    try:
-        model = RewardModel.load(reward.model, device=device.type)
-    except UserError as error:
-        raise UserError(f"rl.rewards.{name}.model: {error}") from None
-
-    def score(samples: Sequence[Sample]) -> list[float]:
-        return model.score([sample.prompt for sample in samples], [sample.completion for sample in samples])
-
-    return score
 
 
 def with_rl_defaults(spec: RunSpec) -> RunSpec:
@@ -165,7 +145,7 @@ def attach_rollouts(
     device: torch.device, world: World, folder: Path,
 ) -> tuple[RolloutMaker, HeldOutRollouts]:  # fmt: skip
     """What makes the rounds of a run, and its evaluation. Reads files and functions of the rewards."""
-    rewards = make_rewards(spec.rl.rewards, partial(_load_reward_model, device=device))
+    rewards = make_rewards(spec.rl.rewards, device.type)
     sampler = Sampler(data.reader, spec.rl, rewards, plan.context, spec.seed)
     maker = RolloutMaker(spec.objective, spec.rl, sampler, stream.sources, stream.rounds)
     prompts = {name: held.rows for name, held in held_out.items() if isinstance(held.rows, PromptRows)}

@@ -46,7 +46,6 @@ class Sample:
 
 Part = list[float | None]
 ScoreSamples = Callable[[Sequence[Sample]], Sequence[float | None]]
-LoadModel = Callable[[str, RewardSpec], ScoreSamples]  # from the reward's name in the spec
 
 
 @dataclass
@@ -102,10 +101,10 @@ class Reward:
         raise UserError(f"{problem}; give a finite number, or None where it does not apply")
 
 
-def make_rewards(specs: Mapping[str, RewardSpec], load_model: LoadModel | None = None) -> list[Reward]:
-    """The rewards of a spec. Files, functions and reward models are read now; `load_model` reads the latter if they
-    belong on a certain device."""
-    return [_make_reward(name, spec, load_model or _load_model) for name, spec in specs.items()]
+def make_rewards(specs: Mapping[str, RewardSpec], device: str = "auto") -> list[Reward]:
+    """The rewards of a spec. Files, functions and reward models are read now, the latter to the device: each process
+    holds all of a reward model, which is in no checkpoint and not in the plan."""
+    return [_make_reward(name, spec, device) for name, spec in specs.items()]
 
 
 def score_samples(rewards: Sequence[Reward], samples: Sequence[Sample], step: int = 0) -> Scores:
@@ -124,7 +123,7 @@ def score_samples(rewards: Sequence[Reward], samples: Sequence[Sample], step: in
     return Scores(parts, totals, extras)
 
 
-def _make_reward(name: str, spec: RewardSpec, load_model: LoadModel) -> Reward:
+def _make_reward(name: str, spec: RewardSpec, device: str) -> Reward:
     if spec.function is not None:
         function = load_function(spec.function, _key(name))
         waits = inspect.iscoroutinefunction(function)
@@ -132,12 +131,15 @@ def _make_reward(name: str, spec: RewardSpec, load_model: LoadModel) -> Reward:
     if spec.judge is not None:
         return Reward(name, spec.weight, _plain(Judgement(spec.judge, _key(name)).score), waits=True)
     if spec.model is not None:
-        return Reward(name, spec.weight, _plain(load_model(name, spec)))
+        return Reward(name, spec.weight, _plain(_load_model(spec.model, _key(name), device)))
     return Reward(name, spec.weight, _plain(make_verifier(spec, _key(name))))
 
 
-def _load_model(name: str, spec: RewardSpec) -> ScoreSamples:
-    model = RewardModel.load(spec.model or "")
+def _load_model(path: str, key: str, device: str) -> ScoreSamples:
+    try:
+        model = RewardModel.load(path, device=device)
+    except UserError as error:
+        raise UserError(f"{key}.model: {error}") from None
     return lambda samples: model.score([s.prompt for s in samples], [s.completion for s in samples])
 
 
