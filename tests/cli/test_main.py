@@ -371,6 +371,7 @@ class Finder:
         if name == "typer":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 from bessemer.__main__ import run
 run()
 """
