@@ -130,3 +130,24 @@ def test_a_model_of_the_hub_gets_the_command_that_fetches_it() -> None:
     told = dict(path_problems(spec))
     assert "`hf download meta-llama/Llama-3-8B --local-dir Llama-3-8B`" in told["model", "hf"]
     assert "hf download" not in told["start_from",]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("num_generations", "rl.samples"),
+        ("max_completion_length", "rl.max_tokens"),
+        ("beta", "rl.kl.beta"),
+        ("num_iterations", "rl.epochs"),
+        ("reward_weights", "rl.rewards"),
+    ],
+)
+def test_names_of_trls_grpo_are_answered_with_ours(name: str, key: str) -> None:
+    assert hints.our_key(name, "grpo") == key != hints.our_key(name)
+    assert "answers alone" not in hints.note_on(name, key)
+
+
+def test_every_name_of_rl_leads_to_a_key() -> None:
+    assert all(_field(tuple(key.split("."))) is not None for key in hints._OF_RL.values())
+    (line,) = problems(objective="grpo", rl={"num_generations": 4, "rewards": {"right": "exact"}})
+    assert "rl.samples" in line

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bessemer.spec.rl import RL_OBJECTIVES
+
 # key of Bessemer -> (keys of other tools, a note)
 FOREIGN: dict[str, tuple[str, str]] = {
     "runs": (
@@ -191,12 +193,27 @@ _WITH_OBJECTIVE = {
     ("dpo", "gamma"): "dpo.margin",
     ("kto", "loss_type"): "kto.loss",
 }
+# The names of TRL's GRPO and RLOO trainers.
+_OF_RL = {
+    "max_completion_length": "rl.max_tokens", "max_new_tokens": "rl.max_tokens", "num_generations": "rl.samples",
+    "num_iterations": "rl.epochs", "num_ppo_epochs": "rl.epochs", "steps_per_generation": "rl.minibatches",
+    "num_mini_batches": "rl.minibatches", "reward_funcs": "rl.rewards", "reward_weights": "rl.rewards",
+    "beta": "rl.kl.beta", "kl_coef": "rl.kl.beta", "epsilon": "rl.clip", "cliprange": "rl.clip",
+    "epsilon_high": "rl.clip_high", "delta": "rl.dual_clip", "loss_type": "rl.aggregate",
+    "scale_rewards": "rl.advantage", "mask_truncated_completions": "rl.mask_truncated", "lam": "rl.ppo.lam",
+    "gamma": "rl.ppo.gamma", "vf_coef": "rl.ppo.value_weight", "cliprange_value": "rl.ppo.value_clip",
+}  # fmt: skip
 _NOTES = {
     "max_prompt_length": "of a prompt and its answers together; prompts alone have no limit, and nothing is cut",
     "max_completion_length": "of a prompt and its answers together; answers alone have no limit, and nothing is cut",
     "remove_unused_columns": "only the columns that a source names are read: remove the key",
     "reference_free": "losses without a reference are simpo and orpo",
     "gamma_beta_ratio": "gamma itself: the ratio times beta",
+}
+_RL_NOTES = {
+    "rl.rewards": "each part by name, with its own weight",
+    "rl.aggregate": "token is dapo, sequence is grpo, constant is dr_grpo; rl.loss chooses gspo, cispo and others",
+    "rl.advantage": "group_std, group (without division) or batch_std",
 }
 _PRECISIONS = {
     "float32": "fp32", "fp32": "fp32", "32": "fp32", "tf32": "tf32", "float16": "fp16", "fp16": "fp16", "half": "fp16",
@@ -211,11 +228,14 @@ _OUR_KEYS = {name: key for key, (names, _) in FOREIGN.items() for name in names.
 def our_key(name: str, objective: str = "") -> str | None:
     """Bessemer's dotted key for the key `name` of another tool."""
     name = name.lower().replace("-", "_")
-    return _WITH_OBJECTIVE.get((objective, name)) or _OUR_KEYS.get(name)
+    of_rl = _OF_RL.get(name) if objective in ("rl", *RL_OBJECTIVES) else None
+    return of_rl or _WITH_OBJECTIVE.get((objective, name)) or _OUR_KEYS.get(name)
 
 
 def note_on(name: str, key: str) -> str:
     """What to know about another tool's key; empty if nothing."""
+    if key.startswith("rl."):
+        return _RL_NOTES.get(key, "")
     return _NOTES.get(name.lower().replace("-", "_")) or FOREIGN.get(key, ("", ""))[1]
 
 
