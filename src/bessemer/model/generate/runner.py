@@ -20,6 +20,7 @@ from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.encoder_decoder import EncoderDecoder
 from bessemer.model.generate.cache import Rows, SlotBatch, SlotCaches
 from bessemer.model.generate.compiled import CompiledDecoding, can_compile
+from bessemer.model.generate.single_row import SingleRowDecoding, can_fuse
 from bessemer.model.transformer import Decoder
 
 SPARE = 32  # positions of a slot behind its last: for drafts, and for a token that is computed after a row has ended
@@ -50,7 +51,8 @@ class Runner(Protocol):
         ...
 
     def greedy_step(self) -> Tensor | None:
-        """(B,): the most likely next token of each selected slot, accepted. None if this takes several calls."""
+        """(B,): the most likely next token of each selected slot, accepted; the next step may overwrite it. None if
+        this takes several calls."""
         ...
 
     def next_positions(self) -> Tensor:
@@ -103,6 +105,9 @@ class SlotRunner:
         self.reuses_prefixes, self.copies = not self.caches.has_states and not self.encodes, True
         compiles = compiled and self.direct and not model.lockstep and can_compile(model)
         self.compiled = CompiledDecoding(model) if compiles else None
+        self.single_row: SingleRowDecoding | None = None
+        if self.compiled is not None and can_fuse(self.compiled):
+            self.single_row = SingleRowDecoding(self.compiled)
         self.addresses = [parameter.data_ptr() for parameter in model.parameters()]
 
     def first_tokens(self, prompt: list[int]) -> list[int]:
@@ -202,7 +207,7 @@ class SlotRunner:
         self._advance()  # may drop graphs
         if (graph := self._graph(len(self.slots), greedy=True)) is None:
             return None
-        tokens_B = graph.run(self.slots_B).clone()  # the next step overwrites it
+        tokens_B = graph.run(self.slots_B)
         for slot in self.slots:
             self.positions[slot] += 1
         return tokens_B
@@ -219,6 +224,8 @@ class SlotRunner:
 
     def _decode(self, slots_B: Tensor, rows: Rows, reach: int) -> Tensor:
         """(B, V) after the last token of these slots."""
+        if self.single_row is not None and len(slots_B) == 1 and self.caches.allocated == self.batch.allocated:
+            return self.single_row.run(slots_B, self.token_S, self.position_S, self.caches.layers, reach)
         starts_B = self.position_S[slots_B]
         return self._forward(slots_B, rows, self.token_S[slots_B][:, None], starts_B, reach)[:, 0]
 
@@ -249,8 +256,12 @@ class SlotRunner:
                 self.graphs[key] = DecodeGraph(self, size, greedy)
             except RuntimeError as error:  # no compiler, or a layer that waits for the host
                 torch.cuda.synchronize()
-                feature = "compiled blocks" if self.compiled else "CUDA graphs"
+                parts = {"the kernels of a single row": self.single_row, "compiled blocks": self.compiled}
+                feature = next((name for name, part in parts.items() if part is not None), "CUDA graphs")
                 warnings.warn(f"decoding runs without {feature}: {str(error).splitlines()[0]}", stacklevel=2)
+                if self.single_row is not None:
+                    self.single_row = None
+                    continue
                 if self.compiled is None:
                     self.captures = False
                     return None
@@ -296,6 +307,10 @@ class DecodeGraph:
             logits_BV = runner._decode(self.slots_B, self.slots_B, runner.batch.allocated)
             if not greedy:
                 return logits_BV
+            if runner.single_row is not None and size == 1:
+                return runner.single_row.choose(
+                    logits_BV, self.slots_B, runner.token_S, runner.position_S, self.null_slot
+                )
             tokens_B = two_step_argmax(logits_BV)
             runner.token_S[self.slots_B] = tokens_B
             runner.position_S[self.slots_B] += 1
