@@ -118,3 +118,45 @@ def test_the_host_is_one_step_behind_and_tokens_are_the_same(shape_of, build_ran
     work = requests(10, seed=4)
     tokens = [[c.tokens for (c,) in generator.run(work)] for generator in (behind, together)]
     assert tokens[0] == tokens[1]
+
+
+SINGLE = {"width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 48}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("windows", [(0,), (9, 0)])
+def test_the_kernels_of_a_single_row_against_fp64(overlap, windows, shape_of, build_random, monkeypatch):
+    """One request at a time, in slot 0 of 3: log-probabilities and greedy tokens of the model's own distribution."""
+    from bessemer.model.generate import kernels, single_row
+
+    monkeypatch.setattr(single_row, "OVERLAP", overlap)
+    monkeypatch.setattr(kernels, "PREFETCH_KEYS", overlap)
+    shape = shape_of(**SINGLE, windows=windows)
+    reference = build_random(shape).eval().to(torch.bfloat16).double()
+    model = build_random(shape).eval().to("cuda", torch.bfloat16)
+    generator = Generator(model, slots=3, max_length=400, compiled=True)
+    assert generator.runner.single_row is not None
+    for logprobs in (1, None):  # the graph of logits, and the greedy graph
+        request = Request([3, 1, 4], 300, Sampling(0), top_logprobs=logprobs)
+        ((completion,),) = generator.run([request])
+        assert generator.runner.single_row is not None, "the kernels failed"
+        with torch.no_grad():
+            logits = reference.logits(reference(torch.tensor([[3, 1, 4, *completion.tokens]])))[0, 2:-1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        assert (logits.max(-1).values - logits.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]).max() < 0.15
+        if logprobs:
+            found = torch.tensor(completion.logprobs, dtype=torch.float64)
+            torch.testing.assert_close(found, expected, rtol=0.1, atol=0.15)
+
+
+def test_the_first_of_equal_logits_is_chosen():
+    from bessemer.model.generate.row_kernels import choose
+
+    tokens, positions = torch.tensor([3, 9, 5], device="cuda"), torch.tensor([1, 8, 2], device="cuda")
+    finished, slots = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.tensor([1], device="cuda")
+    logits = torch.zeros(10_001, dtype=torch.bfloat16, device="cuda")
+    logits[[4_000, 7_000]] = 2.0
+    for step in range(3):
+        chosen = choose(logits, finished, slots, tokens, positions, 2, overlap=False)
+        assert chosen.tolist() == [4_000] and tokens.tolist() == [3, 4_000, 5] and not finished.any()
+        assert positions.tolist() == [1, 9 + step, 2]

@@ -279,6 +279,8 @@ class SlotRunner:
             self.graphs.clear()
             if self.compiled is not None:
                 self.compiled.join()  # which moves them again
+                if not can_fuse(self.compiled):
+                    self.single_row = None
             self.addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
 
 
