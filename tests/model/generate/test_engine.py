@@ -87,6 +87,21 @@ def test_prompts_packed_into_one_row(shape_of, build_random):
         assert tokens == [alone(model, request).tokens for request in work]
 
 
+@pytest.mark.parametrize("name", ["grouped", "windows", "global", "learned", "alibi", "latent"])
+def test_prompts_of_one_length_are_read_together(name, shape_of, build_random, monkeypatch):
+    model, calls = build_random(shape_of(**SHAPES[name])).eval(), []
+    generator = Generator(model, slots=8, max_length=128)
+    lengths = [5, 9, 5, 9, 5, 1]
+    work = [
+        Request([(3 * i + j) % 37 for j in range(length)], 6, GREEDY, samples=1 + i % 2)
+        for i, length in enumerate(lengths)
+    ]
+    expected = [[done.tokens for done in Generator(model, 1, 128).run([request])[0]] for request in work]
+    model.register_forward_hook(lambda module, inputs, output: calls.append(tuple(inputs[0].shape)))
+    assert [[done.tokens for done in each] for each in generator.run(work)] == expected
+    assert sorted(calls[:3]) == [(1, 1), (2, 9), (3, 5)]  # eight slots: all samples but one at first
+
+
 COMPILED = {
     "windows": SHAPES["windows"],
     "norms": {"norm_place": "sandwich", "qk_norm": "head"},

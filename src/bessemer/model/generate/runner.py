@@ -26,6 +26,7 @@ from bessemer.model.transformer import Decoder
 SPARE = 32  # positions of a slot behind its last: for drafts, and for a token that is computed after a row has ended
 START = 0  # the token that T5's decoder starts with: its padding
 PACKED_TOKENS = 8192  # prompts that a GPU reads in one pass
+STACKED_TOKENS = 2048  # prompts of one length that a CPU reads in one pass
 
 
 class Runner(Protocol):
@@ -97,6 +98,7 @@ class SlotRunner:
         self.encodes, on_gpu = isinstance(model, EncoderDecoder), self.device.type == "cuda"
         half = model.head_weight.element_size() == 2
         self.packs = on_gpu and not self.encodes and not self.caches.has_states
+        self.stacks = not on_gpu and not self.encodes and not self.caches.has_states
         plain = shape.positions in ("rope", "learned", "none") and not shape.blocks[0] and not shape.global_tokens
         self.direct = self.packs and half and plain and shape.mla is None
         self.captures = self.packs and plain and not model.lockstep  # collectives in a graph are untested
@@ -116,13 +118,16 @@ class SlotRunner:
     def prefill(self, prompts: Sequence[tuple[int, list[int], int]]) -> Tensor:
         logits: dict[int, Tensor] = {}
         packed: list[tuple[int, list[int]]] = []
+        stacked: dict[int, list[tuple[int, list[int]]]] = {}  # by their length
         for slot, tokens, start in prompts:
             if self.encodes:
                 logits[slot] = self._encode(slot, tokens)
-            elif start or not self.packs:
-                logits[slot] = self._prefill_one(slot, tokens[start:], start)
-            else:
+            elif self.packs and not start:
                 packed.append((slot, tokens))
+            elif self.stacks and not start:
+                stacked.setdefault(len(tokens), []).append((slot, tokens))
+            else:
+                logits[slot] = self._prefill_one(slot, tokens[start:], start)
             self._place([slot], [0 if self.encodes else len(tokens) - 1])
         while packed:
             count, total = 0, 0
@@ -131,6 +136,10 @@ class SlotRunner:
                 count += 1
             logits |= self._prefill_packed(packed[:count])
             packed = packed[count:]
+        for length, equal in stacked.items():
+            size = max(1, STACKED_TOKENS // length)
+            for at in range(0, len(equal), size):
+                logits |= self._prefill_stacked(equal[at : at + size])
         return torch.stack([logits[slot] for slot, _, _ in prompts])
 
     def _tensor(self, values: Any) -> Tensor:
@@ -157,6 +166,16 @@ class SlotRunner:
         batch.positions_BT = torch.arange(start, start + T, device=self.device)[None]
         hidden_1TW = self.model(self._tensor([tokens]), caches=self.caches.layers)
         return self.model.logits(hidden_1TW[0, -1])
+
+    def _prefill_stacked(self, prompts: Sequence[tuple[int, list[int]]]) -> dict[int, Tensor]:
+        """Several prompts of one length, each a row. On a CPU the calls of a small model take longer than its sums."""
+        batch, slots, tokens = self.batch, [slot for slot, _ in prompts], [tokens for _, tokens in prompts]
+        self._allocate(len(tokens[0]))
+        batch.start, batch.fresh, batch.direct = 0, True, False
+        batch.slots_BT = self._tensor(slots)[:, None]
+        batch.positions_BT = torch.arange(len(tokens[0]), device=self.device)[None]
+        hidden_BTW = self.model(self._tensor(tokens), caches=self.caches.layers)
+        return dict(zip(slots, self.model.logits(hidden_BTW[:, -1]), strict=True))
 
     def _prefill_packed(self, prompts: Sequence[tuple[int, list[int]]]) -> dict[int, Tensor]:
         """Several prompts in one row, each a document of its own."""
