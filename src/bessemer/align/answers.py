@@ -14,9 +14,8 @@ from torch import Tensor
 from bessemer.data.stream.batches import Batch
 from bessemer.data.stream.groups import REFERENCE_LOGP
 from bessemer.errors import UserError
-from bessemer.model.transformer import Decoder
 from bessemer.train.objective import ModelInputs, Objective
-from bessemer.train.objectives import pieces
+from bessemer.train.objectives import ObjectiveBatch, pieces
 from bessemer.train.sft import begin_documents
 
 LEARNED, DOCUMENT = "learned", "document"  # fields: (R, T) weights of answers, and the number of the document
@@ -42,8 +41,12 @@ class AnswerObjective(Objective):
         """Weights of all tokens, prompts too; not of the column before a document that begins by itself."""
         return self.begin(replace(batch, weights=(~pieces(batch).padding).astype(np.float32))).weights
 
-    def nll(self, model: Decoder, hidden_BTW: Tensor, targets_BT: Tensor) -> Tensor:
-        return self.token_losses(model, hidden_BTW, targets_BT)
+    def columns_read(self, made: Batch | ObjectiveBatch) -> npt.NDArray[np.bool_] | None:
+        """Prompts and padding have no loss."""
+        if LEARNED not in made.fields:
+            return None
+        trained: npt.NDArray[np.bool_] = made.fields[LEARNED] > 0
+        return trained
 
     def reference_logps(self, inputs: ModelInputs, count: int) -> Tensor:
         """(B, count) log-probabilities of the documents' answers under the reference."""
@@ -54,7 +57,7 @@ class AnswerObjective(Objective):
             return F.pad(stored_BD, (0, max(0, count - stored_BD.shape[1])))[:, :count].float()
         with torch.no_grad():
             hidden_BTW = self.other_hidden(REFERENCE, inputs)
-            nll_BT = self.nll(self.models[REFERENCE], hidden_BTW, inputs.targets_BT)
+            nll_BT = self.token_losses(self.models[REFERENCE], hidden_BTW, inputs)
         return sum_answers(-nll_BT, inputs, count)
 
 

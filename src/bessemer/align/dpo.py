@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -71,13 +72,20 @@ class Dpo(AnswerObjective):
             branches=branches, read=~pieces(batch).padding, fields=fields,
         )  # fmt: skip
 
+    def columns_read(self, made: Batch | ObjectiveBatch) -> npt.NDArray[np.bool_] | None:
+        trained = super().columns_read(made)
+        if trained is None or not self.spec.sft_weight:
+            return trained
+        imitated: npt.NDArray[np.bool_] = made.fields[IMITATED] > 0
+        return trained | imitated
+
     def counts(self, batch: Batch) -> dict[str, float]:
         if not self.spec.sft_weight:
             return {}
         return {"imitated": float(self.inputs(batch).fields[IMITATED].sum(dtype=np.float64))}
 
     def element_losses(self, model: Decoder, inputs: ModelInputs, hidden_BTW: Tensor) -> ElementLosses:
-        nll_BT, counted_BP = self.nll(model, hidden_BTW, inputs.targets_BT), inputs.fields[PAIRS]
+        nll_BT, counted_BP = self.token_losses(model, hidden_BTW, inputs), inputs.fields[PAIRS]
         count = 2 * counted_BP.shape[1]
         logps_BD = sum_answers(-nll_BT, inputs, count)
         tokens_BD = sum_answers(torch.ones_like(nll_BT), inputs, count).clamp_min(1)

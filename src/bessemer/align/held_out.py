@@ -118,9 +118,9 @@ class HeldOutRollouts(Evaluator):
             with compute_in(self.precision, self.device):
                 inputs = objective.feed(batch, self.device)
                 hidden_BTW = model(inputs.tokens_BT, inputs.attention_mask, **inputs.more)
-                logps_BT = objective.logps(model, hidden_BTW, inputs.targets_BT)
+                logps_BT = objective.logps(model, hidden_BTW, inputs)
                 other_BTU = objective.other_hidden(REFERENCE, inputs)
-                ref_BT = objective.logps(objective.models[REFERENCE], other_BTU, inputs.targets_BT)
+                ref_BT = objective.logps(objective.models[REFERENCE], other_BTU, inputs)
             used_BT = inputs.weights_BT > 0
             total += float(k3(logps_BT, ref_BT).where(used_BT, 0.0).double().sum())
             count += float(used_BT.sum())

@@ -73,14 +73,14 @@ class Kto(AnswerObjective):
         if second is None:
             raise UserError("objective: kto needs rows of files: use loss: apo_zero_unpaired with other datasets")
         hidden_BTW = model(second.tokens_BT, second.attention_mask)
-        logps_B = sum_answers(-self.nll(model, hidden_BTW, second.targets_BT), second, 1)[:, 0]
+        logps_B = sum_answers(-self.token_losses(model, hidden_BTW, second), second, 1)[:, 0]
         ratios_B = logps_B - self.reference_logps(second, 1)[:, 0]
         counted_B = (second.fields[LEARNED] > 0).any(1).to(ratios_B.dtype)
         return {POINT: ((ratios_B * counted_B).sum(), counted_B.sum())}
 
     def element_losses(self, model: Decoder, inputs: ModelInputs, hidden_BTW: Tensor) -> ElementLosses:
         spec, good_B, counted_B = self.spec, inputs.fields[GOOD][:, 0], inputs.weights_BT[:, 0]
-        nll_BT = self.nll(model, hidden_BTW, inputs.targets_BT)
+        nll_BT = self.token_losses(model, hidden_BTW, inputs)
         ratios_B = sum_answers(-nll_BT, inputs, 1)[:, 0] - self.reference_logps(inputs, 1)[:, 0]
         point = self._point(model, inputs)
         losses_B = kto_losses(ratios_B, good_B, max(0.0, point), spec)

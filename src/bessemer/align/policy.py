@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,7 +32,6 @@ from bessemer.guard.judge import JudgedNumber
 from bessemer.model.transformer import Decoder
 from bessemer.spec.model import LossSpec
 from bessemer.spec.rl import ADVANTAGES, CRITIC, GENERATOR, OLD, REF, REFERENCE, RETURNS, VALUES, RlSpec
-from bessemer.train.loss import token_losses
 from bessemer.train.objective import ElementLosses, Metric, ModelInputs, Objective, loss_options
 from bessemer.train.objectives import ObjectiveBatch
 
@@ -80,18 +81,20 @@ class PolicyGradient(Objective):
             read=(batch.tokens != 0) | (batch.targets != 0) | (batch.weights > 0),
         )  # fmt: skip
 
-    def logps(self, model: Decoder, hidden_BTW: Tensor, targets_BT: Tensor) -> Tensor:
-        """Log-probabilities of the targets at the rollouts' temperature."""
-        hidden_BTW, head_VW, bias_V, words = self.head(model, hidden_BTW)
+    def columns_read(self, made: Batch | ObjectiveBatch) -> npt.NDArray[np.bool_] | None:
+        answered: npt.NDArray[np.bool_] = made.weights > 0
+        return answered
+
+    def logps(self, model: Decoder, hidden_BTW: Tensor, inputs: ModelInputs) -> Tensor:
+        """Log-probabilities of the answers' tokens at the rollouts' temperature."""
         options, heat = loss_options(model.shape, LossSpec()), self.rl.temperature
         if heat != 1.0:
-            if options.logit_cap is not None or bias_V is not None:
+            if options.logit_cap is not None or model.head_bias is not None:
                 raise UserError(
                     "rl.temperature: a model with capped logits or a bias of its head is trained at 1: write 1"
                 )
             options = replace(options, logit_scale=options.logit_scale / heat)
-        losses_R = token_losses(hidden_BTW.flatten(0, 1), head_VW, targets_BT.flatten(), options, bias_V, words)
-        return -losses_R.view_as(targets_BT)
+        return -self.token_losses(model, hidden_BTW, inputs, options)
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """The critic's value before each target."""
@@ -104,17 +107,17 @@ class PolicyGradient(Objective):
         values: dict[str, Tensor] = {}
         hidden_BTW = model(inputs.tokens_BT, inputs.attention_mask, **inputs.more) if self.scored else None
         if OLD in self.scored and hidden_BTW is not None:
-            values[OLD] = self.logps(model, hidden_BTW, inputs.targets_BT)
+            values[OLD] = self.logps(model, hidden_BTW, inputs)
         if REF in self.scored:
             hidden_BTU = self.other_hidden(REFERENCE, inputs)
-            values[REF] = self.logps(self.models[REFERENCE], hidden_BTU, inputs.targets_BT)
+            values[REF] = self.logps(self.models[REFERENCE], hidden_BTU, inputs)
         if VALUES in self.scored:
             values[VALUES] = self.values(inputs)
         return values
 
     def element_losses(self, model: Decoder, inputs: ModelInputs, hidden_BTW: Tensor) -> ElementLosses:
         fields, mask_BT = inputs.fields, (inputs.weights_BT > 0).float()
-        logps_BT = self.logps(model, hidden_BTW, inputs.targets_BT)
+        logps_BT = self.logps(model, hidden_BTW, inputs)
         tokens = self.policy_tokens(logps_BT, inputs, mask_BT)
         losses_BT, ratio_BT = policy_loss(self.loss_name, tokens, self.clip, self.penalty)
         _, scale_BT = aggregation(self.aggregate, fields[LENGTHS], self.rl.max_tokens)  # type: ignore[arg-type]

@@ -34,8 +34,10 @@ from bessemer.align.sampler import Answers, Sampler
 from bessemer.errors import UserError
 from bessemer.guard.answers import JudgedAnswer
 from bessemer.parallel.shard import free_gathered_weights
+from bessemer.parallel.world import World
 from bessemer.spec.rl import ADVANTAGES, GENERATOR, OLD, REF, RETURNS, VALUES, RlSpec
 from bessemer.train.compile import compute_in, use_tf32
+from bessemer.train.engine import Engine
 from bessemer.train.job import Job
 
 FURTHER_DRAWS = 3  # rounds of further prompts with dynamic sampling
@@ -75,6 +77,20 @@ class RolloutMaker:
         if kl is not None and limit is not None and not kl <= limit:
             return f"rl.kl.limit: answers are {kl:.2f} nats from the reference, more than {limit:g}"
         return None
+
+    def reserve(self, engine: Engine, world: World) -> None:
+        """Builds the generator that a GPU keeps, so that its memory counts where a step's is measured."""
+        generator, precision = self.sampler.generator, engine.plan.precision
+        if world.device.type != "cuda":
+            return
+        generator.compiled = engine.is_compiled
+        try:
+            with use_tf32(precision), generator.provide(engine.model, world, precision, self.rl.slots):
+                pass
+        except torch.OutOfMemoryError:
+            generator.give_up()
+        finally:
+            engine.model.train()
 
     def begins_round(self, job: Job, step: int) -> bool:
         """Whether the round of a step has to be provided."""
@@ -124,7 +140,8 @@ class RolloutMaker:
         scored_s = time.perf_counter()
         made.arrays |= self._score(job, stream, made)
         made.numbers |= {
-            "generate_s": round(answers.generate_s, 4), "reward_s": round(answers.reward_s, 4),
+            "generate_s": round(answers.generate_s, 4), "sync_s": round(answers.sync_s, 4),
+            "reward_s": round(answers.reward_s, 4),
             "score_s": round(time.perf_counter() - scored_s, 4), **answers.extras,
         }  # fmt: skip
         self._add_advantages(made, self._beta(job, first))
@@ -148,6 +165,7 @@ class RolloutMaker:
             more = self._ask(job, stream, first, further, f"further {attempt}")
             drawn += missing
             answers.generate_s += more.generate_s
+            answers.sync_s += more.sync_s
             answers.reward_s += more.reward_s
             made = [more.samples[at : at + group] for at in range(0, len(more.samples), group)]
             useful += [each for each in made if not _all_equal(each)]
@@ -158,7 +176,10 @@ class RolloutMaker:
     def _ask(self, job: Job, stream: RolloutStream, first: int, positions: Any, salt: str) -> Answers:
         questions = self.sampler.questions(stream.names, self.sources, positions, *stream.resolve(positions))
         engine, recorder = job.engine, job.recorder
-        engine.release_memory()
+        if self.sampler.generator.kept is None:
+            engine.release_memory()
+        else:  # it takes no further memory, and the next step finds its own again
+            engine.discard_gradients()
         job.guard.phase_tracker.enter_phase("generate")
         if job.guard.watchdog:
             job.guard.watchdog.beat(first - 1, long=True)

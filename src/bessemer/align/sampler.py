@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 
 from bessemer.align.prompts import Prompt, PromptRows
+from bessemer.align.resident import RoundGenerator
 from bessemer.align.rewards.reward import Reward, score_samples
 from bessemer.align.rewards.reward import Sample as RewardSample
 from bessemer.align.rollouts import Rollout
 from bessemer.errors import UserError
-from bessemer.model.generate import Generator, Request, Sampling
+from bessemer.model.generate import Request, Sampling
 from bessemer.model.transformer import Decoder
-from bessemer.parallel.generate import gathered
 from bessemer.parallel.world import World
-from bessemer.plan.decide import HALF
 from bessemer.spec.rl import RlSpec
 from bessemer.train.trained import TextReader
 
@@ -53,6 +50,7 @@ class Answers:
 
     samples: list[Rollout]
     generate_s: float = 0.0
+    sync_s: float = 0.0  # of these, to give the generator the weights
     reward_s: float = 0.0
     extras: dict[str, float] = field(default_factory=dict)  # what reward functions log, as means over ranks
 
@@ -62,6 +60,7 @@ class Sampler:
 
     def __init__(self, reader: TextReader, rl: RlSpec, rewards: Sequence[Reward], context: int, seed: int) -> None:
         self.reader, self.rl, self.rewards, self.context, self.seed = reader, rl, rewards, context, seed
+        self.generator = RoundGenerator(context, rl.slots)
 
     def questions(
         self, names: Sequence[str], rows: Mapping[str, PromptRows], positions: Any, sources: Any, sequences: Any
@@ -98,7 +97,8 @@ class Sampler:
             merged += by_rank[rank][at : at + samples]
         logged = [each for each in world.gather(extras) if each]
         extras = {name: float(np.mean([each[name] for each in logged if name in each])) for name in (logged or [{}])[0]}
-        return Answers(merged, generated_s - began_s, rewarded_s - generated_s, extras)
+        sync_s = self.generator.sync_s
+        return Answers(merged, generated_s - began_s, sync_s, rewarded_s - generated_s, extras)
 
     def _generate(
         self, model: Decoder, world: World, precision: str, questions: Sequence[PromptRequest], samples: int,
@@ -111,9 +111,7 @@ class Sampler:
             sampling = Sampling(temperature, rl.top_k, rl.top_p, seed) if temperature else Sampling(0.0, seed=seed)
             ids, stops = question.ids.tolist(), self.reader.stop_ids
             requests.append(Request(ids, rl.max_tokens, sampling, stops, (), samples, 0, True))
-        with plain_model(model, world, precision) as local:
-            slots = max(1, min(rl.slots, len(requests) * samples))
-            generator = Generator(local, slots, self.context)
+        with self.generator.provide(model, world, precision, len(requests) * samples) as generator:
             queued = [completion for request in requests for completion in generator.submit(request)]
             while generator.step():
                 if on_step is not None:
@@ -149,12 +147,3 @@ class Sampler:
             parts = {name: values[number] for name, values in scores.parts.items()}
             sample.rewards = {name: math.nan if value is None else value for name, value in parts.items()}
         return scores.extras.metrics
-
-
-@contextmanager
-def plain_model(model: Decoder, world: World, precision: str) -> Iterator[Decoder]:
-    """The model for a generator, in the precision that training computes in. On a GPU, fp32 weights are copied."""
-    with gathered(model, world) as local:
-        if world.device.type == "cuda" and precision in HALF:
-            local.to(torch.bfloat16)
-        yield local

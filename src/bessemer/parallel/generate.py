@@ -92,6 +92,19 @@ def gathered(model: Decoder, world: World) -> Iterator[Decoder]:
         free_gathered_weights(model)
 
 
+def own_copy(local: Decoder, dtype: torch.dtype | None) -> Decoder:
+    """A copy of a model that `gathered` yields, with weights of its own: it stays usable after the block. With `dtype`,
+    its numbers are converted."""
+    copies: dict[Any, Any] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter in local.parameters():
+            number = dtype is not None and parameter.is_floating_point()
+            own = parameter.data.to(dtype if number else parameter.dtype, copy=True)
+            copies[parameter] = nn.Parameter(own, requires_grad=False)
+        copied: Any = _plain_copy(local, None, copies)
+    return copied.eval()  # type: ignore[no-any-return]
+
+
 def _refuse_unsupported(model: Decoder, world: World) -> None:
     if world.layout.pp > 1:
         raise UserError(

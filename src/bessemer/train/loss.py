@@ -227,9 +227,7 @@ def _by_kernel(head: _Head, compute: torch.dtype) -> HeadResult:
 
     options, (wants_h, wants_w, _) = head.options, head.wants
     h_RW, vocab = head.hidden_RW.to(compute), len(head.weight_VW)
-    # Matmuls over an odd vocabulary are slow: a copy is padded with zero rows, whose logits and gradients stay zero.
-    w_PW, missing = head.weight_VW.to(compute), -vocab % WORDS_MULTIPLE
-    w_PW = F.pad(w_PW, (0, 0, 0, missing)) if missing else w_PW  # torch copies even for no padding
+    w_PW = _padded_words(head.weight_VW, compute)
     rows, padded = len(h_RW), len(w_PW)
     most = max(128, CHUNK_BYTES_GPU // (2 * padded) // 128 * 128)
     chunk = -(-rows // -(-rows // most) // 128) * 128  # equal chunks: a short last one would leave the device idle
@@ -310,12 +308,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Makes the logits twice: for the losses, and for the gradients once the weight of each token is known."""
+    """Makes the logits twice: for the losses, and for the gradients once the weight of each token is known. Where they
+    fit in one chunk on a GPU, the first gradients are kept in their place instead."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden_RW: Tensor, head_VW: Tensor, bias_V: Tensor | None, targets_R: Tensor, options: LossOptions,
-        words: VocabShard | None,
+        words: VocabShard | None, learns: bool,
     ) -> Tensor:  # fmt: skip
         kind = hidden_RW.device.type
         ctx.compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_RW.dtype
@@ -323,16 +322,68 @@ class _TokenLosses(torch.autograd.Function):
         ctx.save_for_backward(hidden_RW, head_VW, bias_V, targets_R)
         ones_R = torch.ones(targets_R.shape, device=hidden_RW.device)
         head = _Head(hidden_RW, head_VW, bias_V, targets_R, ones_R, 1.0, options, (False, False, False), words)
+        ctx.kept = None
+        if learns and ctx.compute == torch.bfloat16 and _kernel_serves(head, ctx.compute) and _fits_one_chunk(head):
+            with torch.autocast(kind, enabled=False):
+                nll_R, ctx.kept = logit_gradients(head, ctx.compute)
+            return nll_R
         return _run_head(head, ctx.compute)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_RW, head_VW, bias_V, targets_R = ctx.saved_tensors
-        largest = grad_R.abs().max().clamp_min(1e-30)  # scaled to 1, so that fp16 does not underflow
         wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+        if ctx.kept is not None:
+            kept_RP, ctx.kept = ctx.kept, None  # a gigabyte or two: free for the rest of the backward pass
+            with torch.autocast(hidden_RW.device.type, enabled=False):
+                grads = kept_gradients(kept_RP, hidden_RW, head_VW, grad_R, wants, ctx.compute)
+            return *grads, None, None, None, None
+        largest = grad_R.abs().max().clamp_min(1e-30)  # scaled to 1, so that fp16 does not underflow
         head = _Head(hidden_RW, head_VW, bias_V, targets_R, grad_R / largest, 1.0, ctx.options, wants, ctx.words)
         grads = _run_head(head, ctx.compute)[3]
-        return *(None if grad is None else grad.mul_(largest) for grad in grads), None, None, None
+        return *(None if grad is None else grad.mul_(largest) for grad in grads), None, None, None, None
+
+
+def _fits_one_chunk(head: _Head) -> bool:
+    padded = len(head.weight_VW) + -len(head.weight_VW) % WORDS_MULTIPLE
+    return len(head.hidden_RW) * padded * 2 <= CHUNK_BYTES_GPU
+
+
+def logit_gradients(head: _Head, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of each row and, over its logits, its gradient to them: for `kept_gradients`."""
+    from bessemer.train.kernels import cross_entropy_rows_
+
+    options, vocab = head.options, len(head.weight_VW)
+    logits_RP = head.hidden_RW.to(compute) @ _padded_words(head.weight_VW, compute).t()
+    nll_R, _, _ = cross_entropy_rows_(
+        logits_RP, vocab, head.targets_R, head.weights_R, 1.0, True, options.logit_scale, options.logit_cap
+    )
+    return nll_R, logits_RP
+
+
+def kept_gradients(
+    kept_RP: Tensor, hidden_RW: Tensor, weight_VW: Tensor, grad_R: Tensor, wants: tuple[bool, bool, bool],
+    compute: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None, None]:  # fmt: skip
+    """Gradients to hidden states and weights from those of each row's loss to its logits: a row's weight multiplies
+    what is small, its hidden state. The kernel serves no head with a bias."""
+    grad_h_RW, grad_w_VW = None, None
+    if wants[0]:
+        grad_h_RW = (kept_RP @ _padded_words(weight_VW, compute)).mul_(grad_R[:, None]).to(hidden_RW.dtype)
+    if wants[1]:
+        h_RW = (hidden_RW * grad_R[:, None]).to(compute)
+        if weight_VW.dtype == compute or kept_RP.device.type != "cuda":
+            grad_w_PW = kept_RP.t() @ h_RW
+        else:
+            grad_w_PW = torch.mm(kept_RP.t(), h_RW, out_dtype=torch.float32)
+        grad_w_VW = grad_w_PW[: len(weight_VW)].to(weight_VW.dtype)
+    return grad_h_RW, grad_w_VW, None
+
+
+def _padded_words(weight_VW: Tensor, compute: torch.dtype) -> Tensor:
+    """Matmuls over an odd vocabulary are slow: a copy is padded with zero rows, whose logits and gradients are zero."""
+    w_PW, missing = weight_VW.to(compute), -len(weight_VW) % WORDS_MULTIPLE
+    return F.pad(w_PW, (0, 0, 0, missing)) if missing else w_PW  # torch copies even for no padding
 
 
 def _run_head(head: _Head, compute: torch.dtype) -> HeadResult:
@@ -348,7 +399,8 @@ def token_losses(
     tokens. Of the options only the scale and cap of the logits apply. Costs one more product with the head in the
     backward pass than `linear_cross_entropy`."""
     options = LossOptions((options or PLAIN).logit_scale, (options or PLAIN).logit_cap)
-    inputs = (hidden_RW, head_VW, bias_V, targets_R, options, words)
+    learns = torch.is_grad_enabled() and (hidden_RW.requires_grad or head_VW.requires_grad)
+    inputs = (hidden_RW, head_VW, bias_V, targets_R, options, words, learns)
     result: Tensor = _TokenLosses.apply(*inputs)  # type: ignore[no-untyped-call]
     return result
 

@@ -83,6 +83,7 @@ class ModelInputs:
     read: int = 0  # columns that are not padding
     row_seeds: tuple[int, ...] = ()  # for noise: one for each row, wherever it is trained
     second: ModelInputs | None = None  # rows of a further pass, such as KTO's mismatched ones
+    read_P: Tensor | None = None  # flat columns whose losses the objective reads; None: all
 
     def without_weight(self) -> ModelInputs:
         """The same with weight zero: fills up a pipeline."""
@@ -148,6 +149,10 @@ class Objective:
         """The model's inputs, targets and weights. The loss is divided by the sum of the weights."""
         return batch
 
+    def columns_read(self, made: Batch | ObjectiveBatch) -> np.ndarray | None:
+        """(R, T) the columns whose token losses `element_losses` reads; None: all. The head skips the others."""
+        return None
+
     def counts(self, batch: Batch) -> dict[str, float]:
         """The counts of further terms of the loss."""
         return {}
@@ -189,6 +194,9 @@ class Objective:
         feed = ModelInputs(move(made.tokens), move(made.targets), move(made.weights), mask, made.count, seed=seed)
         feed.read, feed.counts = count_read(made, feed.count), self.counts(batch)
         feed.fields = {name: move(array) for name, array in (batch.fields | made.fields).items()}
+        wanted = self.columns_read(made) if self.columns is None else None
+        if wanted is not None and not wanted.all():
+            feed.read_P = move(np.flatnonzero(wanted) if wanted.any() else np.zeros(1, np.int64))
         if not isinstance(made, Batch):
             feed.origin_BT = None if made.in_place else move(made.origin)
             prefix = np.ones(made.tokens.shape, np.bool_) if made.prefix is None and not made.causal else made.prefix
@@ -245,12 +253,19 @@ class Objective:
 
         return gather_logits(exact_BTV, words.group)
 
-    def token_losses(self, model: Decoder, hidden_BTW: Tensor, targets_BT: Tensor) -> Tensor:
-        """The cross-entropy of each target, differentiable, without the logits in memory."""
+    def token_losses(
+        self, model: Decoder, hidden_BTW: Tensor, inputs: ModelInputs, options: LossOptions | None = None
+    ) -> Tensor:
+        """The cross-entropy of each target, differentiable, without the logits in memory; 0 in columns that are not
+        read."""
         hidden_BTW, head_VW, bias_V, words = self.head(model, hidden_BTW)
-        options = loss_options(model.shape, LossSpec())
-        losses_R = token_losses(hidden_BTW.flatten(0, 1), head_VW, targets_BT.flatten(), options, bias_V, words)
-        return losses_R.view_as(targets_BT)
+        options = options or loss_options(model.shape, LossSpec())
+        hidden_RW, targets_R, read_P = hidden_BTW.flatten(0, 1), inputs.targets_BT.flatten(), inputs.read_P
+        if read_P is None:
+            return token_losses(hidden_RW, head_VW, targets_R, options, bias_V, words).view_as(inputs.targets_BT)
+        losses_P = token_losses(hidden_RW.index_select(0, read_P), head_VW, targets_R[read_P], options, bias_V, words)
+        losses_R = losses_P.new_zeros(len(targets_R)).index_copy(0, read_P, losses_P)
+        return losses_R.view_as(inputs.targets_BT)
 
     def compute_terms(self, model: Decoder, feed: ModelInputs, hidden_BTW: Tensor, count: float) -> LossTerms:
         """The loss of a micro-batch from the model's last hidden states."""

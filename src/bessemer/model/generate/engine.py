@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bessemer.dtensor import is_dtensor
 from bessemer.errors import UserError
-from bessemer.model.generate.runner import PACKED_TOKENS, SPARE, Runner, make_runner
+from bessemer.model.generate.runner import PACKED_TOKENS, SPARE, Runner, SlotRunner, make_runner
 from bessemer.model.generate.sampling import Sampling, SamplingBatch
 from bessemer.model.generate.speculate import Draft, Drafter, ModelDrafter, verify
 from bessemer.model.generate.text import StreamDecoder
@@ -198,6 +198,12 @@ class Generator:
                 completion.reason = "cancelled"
         self.waiting = deque(entry for entry in self.waiting if entry[1].request != request)
 
+    @torch.inference_mode()
+    def reserve(self) -> None:
+        """Take the memory for slots of full length now."""
+        if isinstance(self.runner, SlotRunner):
+            self.runner.reserve()
+
     def weights_changed(self) -> None:
         """Forget what slots hold of earlier weights. No request may be active."""
         assert not self.rows, "weights changed while requests are active"
@@ -360,13 +366,14 @@ class Generator:
             drawn = self.drawn.popleft()
             if drawn.ready is not None:
                 drawn.ready.synchronize()
+            values = None if drawn.logprobs is None else [x[:, 0].tolist() for x in drawn.logprobs]
             for i, (row, token) in enumerate(zip(drawn.rows, drawn.tokens.tolist(), strict=True)):
                 if row.completion.reason is None:
                     self._append(row, token)
-                    if drawn.logprobs is not None and len(row.completion.tokens) > len(row.completion.logprobs):
-                        _record_logprobs(row, [x[i, 0] for x in drawn.logprobs])
-                    elif drawn.logprobs is not None and row.completion.stop == token:
-                        row.completion.stop_logprob = float(drawn.logprobs[0][i, 0])
+                    if values is not None and len(row.completion.tokens) > len(row.completion.logprobs):
+                        _record_logprobs(row, values[0][i], values[1][i], values[2][i])
+                    elif values is not None and row.completion.stop == token:
+                        row.completion.stop_logprob = values[0][i]
 
     def _append(self, row: _Row, token: int) -> None:
         """Take a drawn token into a row, and end the row if it was the last one."""
@@ -419,7 +426,7 @@ class Generator:
             for at, token in enumerate(new):
                 self._append(row, token)
                 if logprobs is not None and len(row.completion.tokens) > len(row.completion.logprobs):
-                    _record_logprobs(row, [x[0, at].cpu() for x in logprobs])
+                    _record_logprobs(row, *(x[0, at].tolist() for x in logprobs))
                 if row.completion.reason is not None:
                     break
 
@@ -453,9 +460,8 @@ def _logprobs(rows: Sequence[_Row], tokens_BT: Tensor, logits_BTV: Tensor) -> tu
     return logprobs_BTV.gather(-1, tokens_BT[..., None])[..., 0], top.values, top.indices
 
 
-def _record_logprobs(row: _Row, values: Sequence[Tensor]) -> None:
+def _record_logprobs(row: _Row, chosen: float, likely: list[float], ids: list[int]) -> None:
     count = row.request.top_logprobs
     if count is not None:
-        row.completion.logprobs.append(float(values[0]))
-        ids, likely = values[2][:count].tolist(), values[1][:count].tolist()
-        row.completion.top.append(dict(zip(ids, likely, strict=True)))
+        row.completion.logprobs.append(chosen)
+        row.completion.top.append(dict(zip(ids[:count], likely[:count], strict=True)))

@@ -156,6 +156,12 @@ class SlotRunner:
         if self.batch.allocated != before:
             self.graphs.clear()  # they read and write the smaller caches
 
+    def reserve(self) -> None:
+        """Make room for slots of full length. Layers allocate at their first pass."""
+        self._allocate(self.batch.capacity)
+        if not self.encodes:
+            self._prefill_one(self.batch.null_slot, [START], 0)
+
     def _prefill_one(self, slot: int, tokens: list[int], start: int) -> Tensor:
         """(V,) after the tokens of one slot that holds `start` positions already."""
         T, batch = len(tokens), self.batch
