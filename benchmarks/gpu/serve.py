@@ -95,19 +95,22 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=8.0)
     parser.add_argument("--lengths", default="512x256")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         write_model(folder, options.size)
-        results = {system: measure(system, folder, options) for system in options.systems}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    report = {"command": sys.argv, "device": device, "torch": torch.__version__, "systems": results}
-    for system, numbers in results.items():
-        rate, ttft_s = numbers["at_once"]["output_tokens_per_s"], numbers["poisson"]["ttft_s"]["p95"]
-        print(f"{system:14} {rate:10,.0f} tokens/s at once, TTFT p95 {ttft_s:.3f} s at {options.rate:g} a second")
-    out = options.out or Path(f"benchmarks/results/{date.today()}-gpu-serve.json")
-    out.write_text(json.dumps(report, indent=1) + "\n")
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        report: dict[str, Any] = {"date": str(date.today()), "command": sys.argv, "device": device}
+        report |= {"torch": torch.__version__, "commit": options.commit, "systems": {}}
+        out = options.out or Path(f"benchmarks/results/{date.today()}-gpu-serve.json")
+        for system in options.systems:
+            numbers = report["systems"][system] = measure(system, folder, options)
+            out.write_text(json.dumps(report, indent=1) + "\n")
+            rate, ttft_s = numbers["at_once"]["output_tokens_per_s"], numbers["poisson"]["ttft_s"]["p95"]
+            print(f"{system:14} {rate:10,.0f} tokens/s at once, TTFT p95 {ttft_s:.3f} s at {options.rate:g} a second",
+                  flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
