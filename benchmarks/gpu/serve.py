@@ -56,8 +56,8 @@ def command(system: str, folder: Path, options: argparse.Namespace) -> list[str]
     if system == "bessemer":
         flags = ["--slots", str(options.concurrent), "--context", "8192", *(["--compile"] if options.compile else [])]
         return [sys.executable, "-m", "bessemer", "serve", str(folder), "--port", "8123", *flags]
-    executable = str(Path(sys.executable).with_name("transformers"))
-    return [executable, "serve", str(folder), "--port", "8123", "--continuous-batching", "--dtype", "bfloat16"]
+    program = [sys.executable, "-c", "from transformers.cli.transformers import main; main()"]
+    return [*program, "serve", str(folder), "--port", "8123", "--continuous-batching", "--dtype", "bfloat16"]
 
 
 def measure(system: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
