@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Rows of a weight that a program multiplies, numbers of each that it reads at a time, and its warps.
 TILES = {
-    "qkv": (4, 2048, 4), "out": (4, 2048, 4), "gate_up": (4, 2048, 4), "down": (2, 4096, 4), "head": (4, 2048, 4),
+    "qkv": (4, 2048, 4), "out": (4, 2048, 4), "gate_up": (4, 2048, 4), "down": (2, 2048, 4), "head": (4, 2048, 4),
 }  # fmt: skip
 CHOICE = 2048  # logits that a program of `choose` reads
 
