@@ -80,17 +80,18 @@ def _take(  # type: ignore[no-untyped-def]
     best = tl.max(tl.load(tops + place_P, mask=inside, other=float("-inf")), 0, return_indices=True)[1]
     best = tl.minimum(best, PARTS - 1)  # without NaN the minima change nothing
     token = tl.minimum(tl.load(ids + row * PARTS + best), V - 1)
+    logprob = 0.0
     if SAMPLED:
         high_P = tl.load(highs + place_P, mask=inside, other=float("-inf"))
         high = tl.max(high_P, 0)
         total = tl.sum(tl.load(sums + place_P, mask=inside, other=0.0) * tl.exp(high_P - high), 0)
         logit = tl.load(logits + row.to(tl.int64) * row_stride + token).to(tl.float32)
         logprob = logit / tl.load(scored_heats + row) - high - tl.log(total)
-        tl.store(chosen + 2 * row + 1, logprob.to(tl.float64))
     slot = tl.load(slots + row)
     tl.store(tokens + slot, token.to(tl.int64))
     tl.store(positions + slot, tl.where(slot == null_slot, 0, tl.load(positions + slot) + 1))
     tl.store(chosen + 2 * row, token.to(tl.float64))
+    tl.store(chosen + 2 * row + 1, logprob)
 
 
 def draw(
@@ -100,8 +101,8 @@ def draw(
     """(B, 2) float64: the token of each row, which becomes the last one of its slot, and its log-probability.
 
     `settings` are the seeds, the temperatures, and the temperatures of the distributions that the log-probabilities
-    are of. Without them the most likely tokens are taken, and there are no log-probabilities. With `overlap` the kernels
-    start while the one before still runs."""
+    are of. Without them the most likely tokens are taken, and there are no log-probabilities. With `overlap` each
+    kernel starts while the one before still runs."""
     (B, V), device = logits_BV.shape, logits_BV.device
     assert logits_BV.stride(1) == 1
     parts, sampled = triton.cdiv(V, PART), settings is not None
@@ -109,8 +110,13 @@ def draw(
     tops_BP = torch.empty(B, parts, dtype=torch.float64 if sampled else torch.float32, device=device)
     highs_BP, sums_BP = torch.empty(2, B, parts, dtype=torch.float32, device=device)
     ids_BP = torch.empty(B, parts, dtype=torch.int32, device=device)
-    chosen_B2 = torch.zeros(B, 2, dtype=torch.float64, device=device)
-    kinds: dict[str, Any] = {"V": V, "SAMPLED": sampled, "OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+    chosen_B2 = torch.empty(B, 2, dtype=torch.float64, device=device)
+    kinds: dict[str, Any] = {
+        "V": V,
+        "SAMPLED": sampled,
+        "OVERLAP": overlap,
+        **({"launch_pdl": True} if overlap else {}),
+    }
     _draw_parts[(B, parts)](
         logits_BV, slots_B, position_S, seed_B, heat_B, scored_heat_B, tops_BP, ids_BP, highs_BP, sums_BP,
         logits_BV.stride(0), STEP=PART, **kinds,

@@ -62,7 +62,6 @@ class SingleRowDecoding:
     def __init__(self, decoding: CompiledDecoding) -> None:
         self.decoding, self.model = decoding, decoding.model
         device = self.model.head_weight.device
-        self.finished = torch.zeros(self.model.shape.kv_heads + 1, dtype=torch.int32, device=device)
         # programmatic dependent launch
         self.overlap = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -93,9 +92,3 @@ class SingleRowDecoding:
             kernels.add_product("down", h_F, ffn.down.weight, x_W, overlap)
         norm: Any = model.norm
         return kernels.head(x_W, norm.weight, norm.eps, model.head_weight, overlap)[None]
-
-    def choose(self, logits_1V: Tensor, slots_B: Tensor, token_S: Tensor, position_S: Tensor, null_slot: int) -> Tensor:
-        """(1,) the most likely token, appended to its slot."""
-        from bessemer.model.generate.row_kernels import choose
-
-        return choose(logits_1V[0], self.finished[-1:], slots_B, token_S, position_S, null_slot, self.overlap)
