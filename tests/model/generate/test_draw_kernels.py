@@ -68,14 +68,14 @@ def test_the_first_of_equal_logits_is_taken():
 def test_draws_follow_the_softmax():
     from bessemer.model.generate.draw_kernels import draw
 
-    rows, heat = 600, 0.8
-    logits = torch.linspace(-1.5, 1.5, 9, device=DEVICE)
+    rows, heat = 200 if INTERPRETED else 10_000, 0.8
+    logits = torch.linspace(-1, 1, 5, device=DEVICE)
     columns = (
         torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.full((rows,), heat, device=DEVICE),
         torch.ones(rows, device=DEVICE),
     )  # fmt: skip
     slots, positions = torch.arange(rows, device=DEVICE), torch.arange(rows + 1, device=DEVICE)
     drawn = draw(logits.expand(rows, -1), slots, torch.zeros_like(positions), positions, rows, columns)[:, 0]
-    counts = drawn.long().bincount(minlength=9).cpu()
+    counts = drawn.long().bincount(minlength=5).cpu()
     expected = (logits.double().cpu() / heat).softmax(-1) * rows
-    assert ((counts - expected).square() / expected).sum() < 26.12  # chi-square of 8 degrees of freedom: p > 0.001
+    assert ((counts - expected).square() / expected).sum() < 18.47  # chi-square of 4 degrees of freedom: p > 0.001

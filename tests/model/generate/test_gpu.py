@@ -151,7 +151,9 @@ def test_graphs_draw_what_the_torch_path_draws(compiled, shape_of, build_random)
     """Tokens and their log-probabilities, raw and tempered, of rows that end at different times."""
     model = build_random(shape_of(**SHAPES["grouped"])).eval().to("cuda", torch.bfloat16)
     work = [
-        Request([i + 1, 2, 3], 8 + 5 * i, Sampling(heat, seed=i), frozenset([36]), top_logprobs=0, tempered_logprobs=i > 2)
+        Request(
+            [i + 1, 2, 3], 8 + 5 * i, Sampling(heat, seed=i), frozenset([36]), top_logprobs=0, tempered_logprobs=i > 2,
+        )
         for i, heat in enumerate((1.0, 0.7, 0.0, 1.3, 1.0, 0.5, 2.0))
     ]  # fmt: skip
     kernel, plain = (Generator(model, slots=4, max_length=128, compiled=compiled) for _ in range(2))

@@ -111,12 +111,8 @@ def draw(
     highs_BP, sums_BP = torch.empty(2, B, parts, dtype=torch.float32, device=device)
     ids_BP = torch.empty(B, parts, dtype=torch.int32, device=device)
     chosen_B2 = torch.empty(B, 2, dtype=torch.float64, device=device)
-    kinds: dict[str, Any] = {
-        "V": V,
-        "SAMPLED": sampled,
-        "OVERLAP": overlap,
-        **({"launch_pdl": True} if overlap else {}),
-    }
+    early: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    kinds = {"V": V, "SAMPLED": sampled, "OVERLAP": overlap, **early}
     _draw_parts[(B, parts)](
         logits_BV, slots_B, position_S, seed_B, heat_B, scored_heat_B, tops_BP, ids_BP, highs_BP, sums_BP,
         logits_BV.stride(0), STEP=PART, **kinds,
