@@ -29,7 +29,7 @@ START = 0  # the token that T5's decoder starts with: its padding
 PACKED_TOKENS = 8192  # prompts that a GPU reads in one pass
 STACKED_TOKENS = 2048  # prompts of one length that a CPU reads in one pass
 
-Kind = Literal["logits", "greedy", "sampled"]  # what a decoding graph ends with
+GraphKind = Literal["logits", "greedy", "sampled"]  # what a decoding graph ends with
 
 
 class Runner(Protocol):
@@ -106,7 +106,7 @@ class SlotRunner:
         self.direct = self.packs and half and plain and shape.mla is None
         self.captures = self.packs and plain and not model.lockstep  # collectives in a graph are untested
         self.draws = model.head_weight.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
-        self.graphs: dict[tuple[int, Kind], DecodeGraph] = {}
+        self.graphs: dict[tuple[int, GraphKind], DecodeGraph] = {}
         self.pool: Any = None
         self.reuses_prefixes, self.copies = not self.caches.has_states and not self.encodes, True
         compiles = compiled and self.direct and not model.lockstep and can_compile(model)
@@ -234,7 +234,7 @@ class SlotRunner:
 
     def drawing_step(self, settings: SamplingBatch, scored: bool) -> Tensor | None:
         self._advance()  # may drop graphs
-        kind: Kind = "greedy" if settings.greedy and not scored else "sampled"
+        kind: GraphKind = "greedy" if settings.greedy and not scored else "sampled"
         if not self.draws or (graph := self._graph(len(self.slots), kind)) is None:
             return None
         drawn_B2 = graph.run(self.slots_B, settings)
@@ -276,7 +276,7 @@ class SlotRunner:
         tokens_BT = self._tensor([list(row) for row in tokens])
         return self._forward(self._tensor(slots), self._rows(slots), tokens_BT, self._tensor(starts), reach)
 
-    def _graph(self, count: int, kind: Kind) -> DecodeGraph | None:
+    def _graph(self, count: int, kind: GraphKind) -> DecodeGraph | None:
         """A captured pass of at least `count` rows; None if the model cannot be captured."""
         if not self.captures:
             return None
@@ -322,7 +322,7 @@ class DecodeGraph:
     """One token of up to `size` slots as a CUDA graph: a step costs one launch instead of hundreds. Unless the graph is
     one of logits, it also chooses the tokens and appends them to their slots."""
 
-    def __init__(self, runner: SlotRunner, size: int, kind: Kind) -> None:
+    def __init__(self, runner: SlotRunner, size: int, kind: GraphKind) -> None:
         self.null_slot = runner.batch.null_slot
         self.slots_B = torch.full((size,), self.null_slot, device=runner.device)  # padding until `run`
         self.selected: Tensor | None = None
