@@ -435,7 +435,8 @@ class Generator:
             for at, token in enumerate(new):
                 self._append(row, token)
                 if logprobs is not None and len(row.completion.tokens) > len(row.completion.logprobs):
-                    _record_logprobs(row, *(x[0, at].tolist() for x in logprobs))
+                    values: list[Any] = [x[0, at].tolist() for x in logprobs]
+                    _record_logprobs(row, *values)
                 if row.completion.reason is not None:
                     break
 
