@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from bessemer.train import loss as loss_module
-from bessemer.train.loss import linear_cross_entropy
+from bessemer.train.loss import kept_gradients, linear_cross_entropy, token_losses
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +165,23 @@ def test_evaluation_costs_one_product():
     assert product_flops(lambda: linear_cross_entropy(*tensors, 1.0)) > once
     with torch.no_grad():
         assert product_flops(lambda: linear_cross_entropy(*tensors, 1.0)) == once
+
+
+@pytest.mark.parametrize("vocab", [64, 37])
+@pytest.mark.parametrize("wants", [(True, True, False), (True, False, False), (False, True, False)])
+def test_gradients_from_kept_ones_equal_those_computed_again(vocab, wants):
+    """Of logits kept with a padded vocabulary, in float32."""
+    hidden, head, targets, _ = inputs(45, vocab, 12, seed=3, dtype=torch.float32)
+    row_grads = torch.randn(45, generator=torch.Generator().manual_seed(1))
+    losses = token_losses(hidden, head, targets)
+    expected = torch.autograd.grad(losses, (hidden, head), row_grads)
+    logits = (hidden @ head.T).detach()
+    kept = logits.softmax(-1) - F.one_hot(targets, vocab)
+    kept = F.pad(kept, (0, -vocab % loss_module.WORDS_MULTIPLE))
+    torch.testing.assert_close(losses, F.cross_entropy(logits, targets, reduction="none"))
+    found = kept_gradients(kept, hidden.detach(), head.detach(), row_grads, wants, torch.float32)
+    for ours, reference, wanted in zip(found[:2], expected, wants[:2], strict=True):
+        assert (ours is not None) == wanted
+        if ours is not None:
+            torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+    assert found[2] is None

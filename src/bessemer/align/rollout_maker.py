@@ -66,7 +66,8 @@ class RolloutMaker:
         if made is None:
             made = self._make(job, stream, first, positions)
             if job.world.main:
-                self.rounds.store.save(made, key, self._rows(stream, made))
+                later = self.rl.round_steps > 1 or self.rl.kl.target is not None  # a step that reads it again
+                self.rounds.store.save(made, key, self._rows(stream, made), durable=later)
             if job.spec.guard.enabled:
                 job.guard.detectors.round(self._scored_answers(stream, made))
         self.rounds.set(made, key)

@@ -98,8 +98,9 @@ class RoundStore:
     def path(self, first: int) -> Path:
         return self.folder / f"round-{first:08}.safetensors"
 
-    def save(self, made: Round, key: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a round, replacing an earlier one of the same step; `rows` are its samples for readers."""
+    def save(self, made: Round, key: str, rows: Sequence[Mapping[str, Any]], durable: bool = True) -> None:
+        """Write a round, replacing an earlier one of the same step; `rows` are its samples for readers. With
+        `durable` it is there after a power cut."""
         from safetensors.numpy import save_file
 
         names = [item.name for item in fields(Rollout) if item.name not in ("prompt", "tokens", "logps", "rewards")]
@@ -119,7 +120,7 @@ class RoundStore:
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path(made.first).with_suffix(".jsonl"), lines.encode("utf-8", "replace"), durable=False)
-        with atomic_path(self.path(made.first)) as temporary:  # the arrays last: they are the commit
+        with atomic_path(self.path(made.first), durable=durable) as temporary:  # the arrays last: they are the commit
             save_file(arrays, temporary, metadata)
         self._remove_old()
 

@@ -9,7 +9,6 @@ import torch
 from bessemer.errors import UserError
 from bessemer.model.generate import Generator, ModelDrafter, NgramDrafter, Request, Sampling
 from bessemer.model.generate.compiled import CompiledDecoding
-from bessemer.model.generate.runner import two_step_argmax
 from bessemer.spec.shape import Mamba, Mla
 
 GREEDY = Sampling(temperature=0)
@@ -292,13 +291,6 @@ def test_a_reader_that_leaves_frees_the_slot(shape_of, build_random):
     pieces.close()
     assert not generator.rows and not generator.waiting
     assert len("".join(generator.stream(Request([2], 7, GREEDY)))) == 7
-
-
-@pytest.mark.parametrize("vocab", [1, 37, 50257, 128256])
-def test_argmax_in_two_steps_takes_the_first_of_equal_logits(vocab):
-    torch.manual_seed(0)
-    logits = torch.randint(0, 9, (5, vocab)).float()
-    assert torch.equal(two_step_argmax(logits), logits.argmax(dim=-1))
 
 
 class CyclicRemainders:

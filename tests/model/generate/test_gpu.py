@@ -105,7 +105,7 @@ def test_greedy_rows_alone_and_beside_sampled_ones(compiled, shape_of, build_ran
     greedy = [Request([i + 1, 2, 3], 12, Sampling(0)) for i in range(3)]
     sampled = Request([9, 9], 30, Sampling(1.0, seed=3))
     alone = [c.tokens for (c,) in generator.run(greedy)]
-    assert (4, True) in generator.runner.graphs
+    assert (4, "greedy") in generator.runner.graphs
     mixed = [c.tokens for (c,) in generator.run([sampled, *greedy])]
     # The sizes of the graphs are equal, so the roundings are.
     assert mixed[1:] == alone
@@ -125,18 +125,15 @@ SINGLE = {"width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 48}
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("windows", [(0,), (9, 0)])
-def test_the_kernels_of_a_single_row_against_fp64(overlap, windows, shape_of, build_random, monkeypatch):
+def test_the_kernels_of_a_single_row_against_fp64(overlap, windows, shape_of, build_random):
     """One request at a time, in slot 0 of 3: log-probabilities and greedy tokens of the model's own distribution."""
-    from bessemer.model.generate import kernels, single_row
-
-    monkeypatch.setattr(single_row, "OVERLAP", overlap)
-    monkeypatch.setattr(kernels, "PREFETCH_KEYS", overlap)
     shape = shape_of(**SINGLE, windows=windows)
     reference = build_random(shape).eval().to(torch.bfloat16).double()
     model = build_random(shape).eval().to("cuda", torch.bfloat16)
     generator = Generator(model, slots=3, max_length=400, compiled=True)
     assert generator.runner.single_row is not None
-    for logprobs in (1, None):  # the graph of logits, and the greedy graph
+    generator.runner.single_row.overlap &= overlap
+    for logprobs in (1, 0, None):  # a graph of logits, one that draws, and a greedy one
         request = Request([3, 1, 4], 300, Sampling(0), top_logprobs=logprobs)
         ((completion,),) = generator.run([request])
         assert generator.runner.single_row is not None, "the kernels failed"
@@ -144,19 +141,27 @@ def test_the_kernels_of_a_single_row_against_fp64(overlap, windows, shape_of, bu
             logits = reference.logits(reference(torch.tensor([[3, 1, 4, *completion.tokens]])))[0, 2:-1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
         assert (logits.max(-1).values - logits.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]).max() < 0.15
-        if logprobs:
+        if logprobs is not None:
             found = torch.tensor(completion.logprobs, dtype=torch.float64)
             torch.testing.assert_close(found, expected, rtol=0.1, atol=0.15)
 
 
-def test_the_first_of_equal_logits_is_chosen():
-    from bessemer.model.generate.row_kernels import choose
-
-    tokens, positions = torch.tensor([3, 9, 5], device="cuda"), torch.tensor([1, 8, 2], device="cuda")
-    finished, slots = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.tensor([1], device="cuda")
-    logits = torch.zeros(10_001, dtype=torch.bfloat16, device="cuda")
-    logits[[4_000, 7_000]] = 2.0
-    for step in range(3):
-        chosen = choose(logits, finished, slots, tokens, positions, 2, overlap=False)
-        assert chosen.tolist() == [4_000] and tokens.tolist() == [3, 4_000, 5] and not finished.any()
-        assert positions.tolist() == [1, 9 + step, 2]
+@pytest.mark.parametrize("compiled", [False, True])
+def test_graphs_draw_what_the_torch_path_draws(compiled, shape_of, build_random):
+    """Tokens and their log-probabilities, raw and tempered, of rows that end at different times."""
+    model = build_random(shape_of(**SHAPES["grouped"])).eval().to("cuda", torch.bfloat16)
+    work = [
+        Request(
+            [i + 1, 2, 3], 8 + 5 * i, Sampling(heat, seed=i), frozenset([36]), top_logprobs=0, tempered_logprobs=i > 2,
+        )
+        for i, heat in enumerate((1.0, 0.7, 0.0, 1.3, 1.0, 0.5, 2.0))
+    ]  # fmt: skip
+    kernel, plain = (Generator(model, slots=4, max_length=128, compiled=compiled) for _ in range(2))
+    plain.runner.draws = False
+    drawn, expected = ([c for (c,) in generator.run(work)] for generator in (kernel, plain))
+    assert any(kind == "sampled" for _, kind in kernel.runner.graphs)
+    assert not any(kind == "sampled" for _, kind in plain.runner.graphs)
+    for ours, theirs in zip(drawn, expected, strict=True):
+        assert ours.tokens == theirs.tokens and ours.reason == theirs.reason
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert ours.stop_logprob == (None if theirs.stop is None else pytest.approx(theirs.stop_logprob, abs=1e-4))

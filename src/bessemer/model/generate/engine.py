@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import xxhash
@@ -96,9 +96,18 @@ class _Drawn:
     """Tokens that the device has drawn or is about to, with what the host needs of them."""
 
     rows: Sequence[_Row]
-    tokens: Tensor
+    tokens: Tensor  # (B,), or (B, 2) with their log-probabilities if a decoding graph has drawn them
     logprobs: tuple[Tensor, Tensor, Tensor] | None  # of the chosen tokens; the most likely ones and their ids
     ready: torch.cuda.Event | None
+
+    def read(self) -> tuple[list[int], list[list[Any]] | None]:
+        """Tokens, and `logprobs` of each row."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        if self.tokens.dim() == 2:
+            tokens, chosen = self.tokens.T.tolist()
+            return [int(token) for token in tokens], [chosen, [[]] * len(chosen), [[]] * len(chosen)]
+        return self.tokens.tolist(), None if self.logprobs is None else [x[:, 0].tolist() for x in self.logprobs]
 
 
 class Generator:
@@ -245,7 +254,7 @@ class Generator:
             self._speculate(rows)
         elif rows:
             self.runner.select([row.slot for row in rows])
-            if not self._step_greedily(rows):
+            if not self._step_at_once(rows):
                 self._draw(rows, self.runner.step())
             self.forwards += 1
         self._settle(self.in_flight if rows else 0)
@@ -319,20 +328,22 @@ class Generator:
 
     def _batch_settings(self, rows: list[_Row], device: torch.device) -> SamplingBatch:
         if self._settings is None or self._settings[0] != rows:
-            self._settings = rows, SamplingBatch.of([row.request.sampling for row in rows], device)
+            tempered = [row.request.tempered_logprobs for row in rows]
+            self._settings = rows, SamplingBatch.of([row.request.sampling for row in rows], device, tempered)
         return self._settings[1]
 
-    def _step_greedily(self, rows: list[_Row]) -> bool:
-        """Compute and choose the next tokens in one call, if every row wants only the most likely one."""
+    def _step_at_once(self, rows: list[_Row]) -> bool:
+        """Compute and draw the next tokens in one call, where every row's distribution is the model's own."""
         settings = self._batch_settings(rows, self.model.head_weight.device)
-        if not settings.greedy or settings.penalty_3B is not None:
+        if settings.penalty_3B is not None or (settings.filters and not settings.greedy):
             return False
-        if any(row.request.top_logprobs is not None or row.request.constraint is not None for row in rows):
+        if any(row.request.top_logprobs or row.request.constraint is not None for row in rows):
             return False
-        tokens_B = self.runner.greedy_step()
-        if tokens_B is not None:
-            self._record_draw(rows, tokens_B, None)
-        return tokens_B is not None
+        scored = any(row.request.top_logprobs is not None for row in rows)
+        drawn_B2 = self.runner.drawing_step(settings, scored)
+        if drawn_B2 is not None:
+            self._record_draw(rows, drawn_B2, None)
+        return drawn_B2 is not None
 
     def _draw(self, rows: list[_Row], logits_BV: Tensor) -> None:
         """Draw the next token of the selected rows on the device. `_settle` reads it later."""
@@ -364,15 +375,13 @@ class Generator:
         """Read drawn tokens until only the last `in_flight` draws are left."""
         while len(self.drawn) > in_flight:
             drawn = self.drawn.popleft()
-            if drawn.ready is not None:
-                drawn.ready.synchronize()
-            values = None if drawn.logprobs is None else [x[:, 0].tolist() for x in drawn.logprobs]
-            for i, (row, token) in enumerate(zip(drawn.rows, drawn.tokens.tolist(), strict=True)):
+            tokens, values = drawn.read()
+            for i, (row, token) in enumerate(zip(drawn.rows, tokens, strict=True)):
                 if row.completion.reason is None:
                     self._append(row, token)
                     if values is not None and len(row.completion.tokens) > len(row.completion.logprobs):
                         _record_logprobs(row, values[0][i], values[1][i], values[2][i])
-                    elif values is not None and row.completion.stop == token:
+                    elif values is not None and row.completion.stop == token and row.request.top_logprobs is not None:
                         row.completion.stop_logprob = values[0][i]
 
     def _append(self, row: _Row, token: int) -> None:
@@ -426,7 +435,8 @@ class Generator:
             for at, token in enumerate(new):
                 self._append(row, token)
                 if logprobs is not None and len(row.completion.tokens) > len(row.completion.logprobs):
-                    _record_logprobs(row, *(x[0, at].tolist() for x in logprobs))
+                    values: list[Any] = [x[0, at].tolist() for x in logprobs]
+                    _record_logprobs(row, *values)
                 if row.completion.reason is not None:
                     break
 

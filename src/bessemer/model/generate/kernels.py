@@ -18,22 +18,20 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 64  # keys that a program reads at a time
-SINGLE_PARTS = 16  # programs that share the keys of a single row
-PREFETCH_KEYS = False  # read cached keys while the kernel before computes the query
 WEIGHTS = 512  # weights of an output that a program reads at a time
 
 
 @triton.jit
 def _partial(  # type: ignore[no-untyped-def]
-    q, k, v, slots, starts, out, lse, result, finished, scale, cap, window,
+    q, k, v, slots, starts, out, lse, scale, cap, window,
     q_b, q_n, k_b, k_s, k_k, v_b, v_s, v_k,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
     G_PAD: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, CAPPED: tl.constexpr,
-    SINGLE: tl.constexpr, OVERLAP: tl.constexpr, PREFETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
-    length = tl.load(starts + (slot if SINGLE else row)) + 1
+    length = tl.load(starts + row) + 1
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     share = tl.cdiv(tl.cdiv(length - first, PARTS), STEP) * STEP
     low = first + part * share
@@ -43,11 +41,6 @@ def _partial(  # type: ignore[no-untyped-def]
     k_row, v_row = k + slot * k_b + head * k_k, v + slot * v_b + head * v_k
     if OVERLAP:  # the kernel before computes the query and the last key and value
         gdc_launch_dependents()
-        if PREFETCH:
-            for at in range(low, high, STEP):
-                s = tl.minimum(at + tl.arange(0, STEP), high - 1)
-                _fetch(k_row + s * k_s)
-                _fetch(v_row + s * v_s)
         gdc_wait()
     q_GD = tl.load(
         q + row * q_b + heads[:, None] * q_n + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0
@@ -76,63 +69,42 @@ def _partial(  # type: ignore[no-untyped-def]
     tl.store(lse + place, tl.where(has, top_G + tl.log(tl.where(has, sum_G, 1.0)), float("-inf")), mask=g < G)
     out_GE = acc_GE / tl.where(has, sum_G, 1.0)[:, None]
     tl.store(out + place[:, None] * E + e[None, :], out_GE, mask=(g < G)[:, None] & (e < E)[None, :])
-    if SINGLE:
-        tl.debug_barrier()  # all threads have stored
-        if tl.atomic_add(finished + head, 1) == PARTS - 1:
-            tl.store(finished + head, 0)
-            for i in tl.static_range(G):
-                _combine_head(out, lse, result, head * G + i, E, E_PAD, PARTS)
 
 
 @triton.jit
-def _fetch(pointers):  # type: ignore[no-untyped-def]
-    """Bring the beginnings of rows into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _combine(out, lse, result, E: tl.constexpr, E_PAD: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    _combine_head(out, lse, result, tl.program_id(0), E, E_PAD, PARTS)
-
-
-@triton.jit
-def _combine_head(out, lse, result, row, E: tl.constexpr, E_PAD: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    p, e = tl.arange(0, PARTS), tl.arange(0, E_PAD)
-    # From L2 (.cg): other programs of this kernel may have written them.
-    lse_P = tl.load(lse + row * PARTS + p, cache_modifier=".cg")
+def _combine(out, lse, result, E: tl.constexpr, E_PAD: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, p, e = tl.program_id(0), tl.arange(0, PARTS), tl.arange(0, E_PAD)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    lse_P = tl.load(lse + row * PARTS + p)
     weight_P = tl.exp(lse_P - tl.max(lse_P, 0))
     weight_P = weight_P / tl.sum(weight_P, 0)
-    at_PE = out + (row * PARTS + p)[:, None] * E + e[None, :]
-    out_PE = tl.load(at_PE, mask=(e < E)[None, :], other=0.0, cache_modifier=".cg")
+    out_PE = tl.load(out + (row * PARTS + p)[:, None] * E + e[None, :], mask=(e < E)[None, :], other=0.0)
     tl.store(result + row * E + e, tl.sum(out_PE * weight_P[:, None], 0), mask=e < E)
 
 
 def decode_attention(
     q_BND: Tensor, k_CSKD: Tensor, v_CSKE: Tensor, slots_B: Tensor, starts_B: Tensor, window: int, scale: float,
-    cap: float | None, finished_K: Tensor | None = None, overlap: bool = False,
+    cap: float | None, overlap: bool = False,
 ) -> Tensor:  # fmt: skip
     """(B, N, E). Row b attends to keys 0 to starts_B[b] of cache row slots_B[b], or to the last `window` of them.
 
-    With `finished_K` (zeros, which it leaves) one kernel does it all for a single row, and `starts_B` has the position
-    of every slot. With `overlap` this kernel starts while the one before still runs."""
+    With `overlap` the kernels start while the one before still runs."""
     (B, N, D), K, E = q_BND.shape, k_CSKD.shape[2], v_CSKE.shape[-1]
     q_BND, G, parts = q_BND.to(k_CSKD.dtype).contiguous(), N // K, 8 if B * K >= 64 else 32
-    parts = parts if finished_K is None else SINGLE_PARTS
     out = torch.empty(B * N * parts, E, dtype=torch.float32, device=q_BND.device)
     lse = torch.empty(B * N * parts, dtype=torch.float32, device=q_BND.device)
     result = torch.empty(B, N, E, dtype=v_CSKE.dtype, device=q_BND.device)
     sizes: dict[str, Any] = {"D_PAD": max(16, triton.next_power_of_2(D)), "E_PAD": max(16, triton.next_power_of_2(E))}
+    early: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     _partial[(B, K, parts)](
-        q_BND, k_CSKD, v_CSKE, slots_B, starts_B, out, lse, result, finished_K, scale, cap or 0.0, window,
+        q_BND, k_CSKD, v_CSKE, slots_B, starts_B, out, lse, scale, cap or 0.0, window,
         q_BND.stride(0), q_BND.stride(1), *k_CSKD.stride()[:3], *v_CSKE.stride()[:3],
         G=G, D=D, E=E, G_PAD=max(16, triton.next_power_of_2(G)), PARTS=parts, STEP=BLOCK,
-        CAPPED=cap is not None, SINGLE=finished_K is not None, OVERLAP=overlap, PREFETCH=PREFETCH_KEYS, **sizes,
-        **({"launch_pdl": True} if overlap else {}),
+        CAPPED=cap is not None, OVERLAP=overlap, **sizes, **early,
     )  # fmt: skip
-    if finished_K is None:
-        _combine[(B * N,)](out, lse, result, E=E, E_PAD=sizes["E_PAD"], PARTS=parts)
+    _combine[(B * N,)](out, lse, result, E=E, E_PAD=sizes["E_PAD"], PARTS=parts, OVERLAP=overlap, **early)
     return result
 
 

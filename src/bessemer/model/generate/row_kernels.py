@@ -1,4 +1,4 @@
-"""Kernels of a single row's token: products with what comes before and after them, and the choice of the next token.
+"""Kernels of a single row's token: products with what comes before and after them.
 
 A program multiplies a few rows of a weight, whose first numbers it requests before it waits for the kernel before it
 (programmatic dependent launch, from Hopper on): memory stays busy between kernels. A norm's scale is a factor of every
@@ -18,9 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Rows of a weight that a program multiplies, numbers of each that it reads at a time, and its warps.
 TILES = {
-    "qkv": (4, 2048, 4), "out": (4, 2048, 4), "gate_up": (4, 2048, 4), "down": (2, 4096, 4), "head": (4, 2048, 4),
+    "qkv": (4, 2048, 4), "out": (4, 2048, 4), "gate_up": (4, 2048, 4), "down": (2, 2048, 4), "head": (4, 2048, 4),
 }  # fmt: skip
-CHOICE = 2048  # logits that a program of `choose` reads
 
 
 @triton.jit
@@ -122,33 +121,6 @@ def _product(  # type: ignore[no-untyped-def]
     tl.store(out + rows_R, sum_R)
 
 
-@triton.jit
-def _choose(  # type: ignore[no-untyped-def]
-    logits, tops, ids, finished, slots, tokens, positions, chosen, null_slot,
-    V: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """The most likely token, the first of equals, is appended to the slot by the program that finishes last."""
-    part = tl.program_id(0)
-    v = part * STEP + tl.arange(0, STEP)
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    top, at = tl.max(tl.load(logits + v, mask=v < V, other=float("-inf")).to(tl.float32), 0, return_indices=True)
-    tl.store(tops + part, top)
-    tl.store(ids + part, part * STEP + at)
-    tl.debug_barrier()
-    if tl.atomic_add(finished, 1) == PARTS - 1:
-        tl.store(finished, 0)
-        p = tl.arange(0, PARTS_PAD)
-        top_P = tl.load(tops + p, mask=p < PARTS, other=float("-inf"), cache_modifier=".cg")
-        best = tl.minimum(tl.max(top_P, 0, return_indices=True)[1], PARTS - 1)  # without NaN the minima change nothing
-        token = tl.minimum(tl.load(ids + best, cache_modifier=".cg"), V - 1)
-        slot = tl.load(slots)
-        tl.store(tokens + slot, token)
-        tl.store(positions + slot, tl.where(slot == null_slot, 0, tl.load(positions + slot) + 1))
-        tl.store(chosen, token)
-
-
 def _tiles(name: str, outputs: int, K: int, overlap: bool, pairs: int = 0) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and constants of a product. `pairs` is what the pairs of a program must divide."""
     rows, step, warps = TILES[name]
@@ -203,20 +175,3 @@ def head(x_W: Tensor, norm_W: Tensor, eps: float, weight: Tensor, overlap: bool)
     grid, constants = _tiles("head", len(weight), len(x_W), overlap)
     _product[grid](x_W, norm_W, weight, out_V, weight.stride(0), eps, NORMED=True, ADDED=False, **constants)
     return out_V
-
-
-def choose(
-    logits_V: Tensor, finished_1: Tensor, slots_B: Tensor, token_S: Tensor, position_S: Tensor, null_slot: int,
-    overlap: bool,
-) -> Tensor:  # fmt: skip
-    """(1,) the most likely token, which becomes the slot's last one. Returns `finished_1` to zero."""
-    V, parts = len(logits_V), triton.cdiv(len(logits_V), CHOICE)
-    tops = torch.empty(parts, dtype=torch.float32, device=logits_V.device)
-    ids = torch.empty(parts, dtype=torch.int32, device=logits_V.device)
-    chosen = torch.empty(1, dtype=torch.int64, device=logits_V.device)
-    _choose[(parts,)](
-        logits_V, tops, ids, finished_1, slots_B, token_S, position_S, chosen, null_slot, V=V, STEP=CHOICE,
-        PARTS=parts, PARTS_PAD=triton.next_power_of_2(parts), OVERLAP=overlap,
-        **({"launch_pdl": True} if overlap else {}),
-    )  # fmt: skip
-    return chosen

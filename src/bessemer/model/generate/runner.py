@@ -8,10 +8,10 @@ Legend: B rows, T positions, S slots, V vocabulary.
 
 from __future__ import annotations
 
-import math
+import importlib.util
 import warnings
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.encoder_decoder import EncoderDecoder
 from bessemer.model.generate.cache import Rows, SlotBatch, SlotCaches
 from bessemer.model.generate.compiled import CompiledDecoding, can_compile
+from bessemer.model.generate.sampling import SamplingBatch
 from bessemer.model.generate.single_row import SingleRowDecoding, can_fuse
 from bessemer.model.transformer import Decoder
 
@@ -27,6 +28,8 @@ SPARE = 32  # positions of a slot behind its last: for drafts, and for a token t
 START = 0  # the token that T5's decoder starts with: its padding
 PACKED_TOKENS = 8192  # prompts that a GPU reads in one pass
 STACKED_TOKENS = 2048  # prompts of one length that a CPU reads in one pass
+
+GraphKind = Literal["logits", "greedy", "sampled"]  # what a decoding graph ends with
 
 
 class Runner(Protocol):
@@ -51,9 +54,9 @@ class Runner(Protocol):
         """(B, V) logits after the last accepted token of each selected slot."""
         ...
 
-    def greedy_step(self) -> Tensor | None:
-        """(B,): the most likely next token of each selected slot, accepted; the next step may overwrite it. None if
-        this takes several calls."""
+    def drawing_step(self, settings: SamplingBatch, scored: bool) -> Tensor | None:
+        """(B, 2) float64: the next token of each selected slot, accepted, and, if `scored`, its log-probability; the
+        next step may overwrite them. The settings have no filters or penalties. None if this takes several calls."""
         ...
 
     def next_positions(self) -> Tensor:
@@ -102,7 +105,8 @@ class SlotRunner:
         plain = shape.positions in ("rope", "learned", "none") and not shape.blocks[0] and not shape.global_tokens
         self.direct = self.packs and half and plain and shape.mla is None
         self.captures = self.packs and plain and not model.lockstep  # collectives in a graph are untested
-        self.graphs: dict[tuple[int, bool], DecodeGraph] = {}
+        self.draws = model.head_weight.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+        self.graphs: dict[tuple[int, GraphKind], DecodeGraph] = {}
         self.pool: Any = None
         self.reuses_prefixes, self.copies = not self.caches.has_states and not self.encodes, True
         compiles = compiled and self.direct and not model.lockstep and can_compile(model)
@@ -224,18 +228,19 @@ class SlotRunner:
 
     def step(self) -> Tensor:
         reach = self._advance()
-        if (graph := self._graph(len(self.slots), greedy=False)) is not None:
+        if (graph := self._graph(len(self.slots), "logits")) is not None:
             return graph.run(self.slots_B)
         return self._decode(self.slots_B, self._rows(self.slots), reach)
 
-    def greedy_step(self) -> Tensor | None:
+    def drawing_step(self, settings: SamplingBatch, scored: bool) -> Tensor | None:
         self._advance()  # may drop graphs
-        if (graph := self._graph(len(self.slots), greedy=True)) is None:
+        kind: GraphKind = "greedy" if settings.greedy and not scored else "sampled"
+        if not self.draws or (graph := self._graph(len(self.slots), kind)) is None:
             return None
-        tokens_B = graph.run(self.slots_B)
+        drawn_B2 = graph.run(self.slots_B, settings)
         for slot in self.slots:
             self.positions[slot] += 1
-        return tokens_B
+        return drawn_B2
 
     def _advance(self) -> int:
         reach = max(self.positions[slot] for slot in self.slots) + 1
@@ -271,14 +276,14 @@ class SlotRunner:
         tokens_BT = self._tensor([list(row) for row in tokens])
         return self._forward(self._tensor(slots), self._rows(slots), tokens_BT, self._tensor(starts), reach)
 
-    def _graph(self, count: int, greedy: bool) -> DecodeGraph | None:
+    def _graph(self, count: int, kind: GraphKind) -> DecodeGraph | None:
         """A captured pass of at least `count` rows; None if the model cannot be captured."""
         if not self.captures:
             return None
-        key = size, _ = min(self.batch.slots, 1 << (count - 1).bit_length()), greedy
+        key = size, _ = min(self.batch.slots, 1 << (count - 1).bit_length()), kind
         while key not in self.graphs:
             try:
-                self.graphs[key] = DecodeGraph(self, size, greedy)
+                self.graphs[key] = DecodeGraph(self, size, kind)
             except RuntimeError as error:  # no compiler, or a layer that waits for the host
                 torch.cuda.synchronize()
                 parts = {"the kernels of a single row": self.single_row, "compiled blocks": self.compiled}
@@ -313,36 +318,28 @@ def _cu_seqlens(lengths: Tensor) -> tuple[Tensor, int]:
     return torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int(), int(lengths.max())
 
 
-def two_step_argmax(logits_BV: Tensor) -> Tensor:
-    """argmax in two steps: a GPU reads a row with one block, which takes long for the few rows of a decoding step."""
-    parts = math.gcd(logits_BV.shape[1], 128)
-    best_BP, at_BP = logits_BV.unflatten(1, (parts, -1)).max(dim=-1)
-    part_B1 = best_BP.argmax(dim=-1, keepdim=True)
-    return (part_B1 * (logits_BV.shape[1] // parts) + at_BP.gather(1, part_B1))[:, 0]
-
-
 class DecodeGraph:
-    """One token of up to `size` slots as a CUDA graph: a step costs one launch instead of hundreds. A greedy graph also
-    chooses the tokens and appends them to their slots."""
+    """One token of up to `size` slots as a CUDA graph: a step costs one launch instead of hundreds. Unless the graph is
+    one of logits, it also chooses the tokens and appends them to their slots."""
 
-    def __init__(self, runner: SlotRunner, size: int, greedy: bool) -> None:
+    def __init__(self, runner: SlotRunner, size: int, kind: GraphKind) -> None:
         self.null_slot = runner.batch.null_slot
         self.slots_B = torch.full((size,), self.null_slot, device=runner.device)  # padding until `run`
         self.selected: Tensor | None = None
+        self.seed_B = torch.zeros_like(self.slots_B)
+        self.heat_B, self.scored_heat_B = torch.ones(2, size, device=runner.device)
+        self.settings: SamplingBatch | None = None
 
         def decode() -> Tensor:
             logits_BV = runner._decode(self.slots_B, self.slots_B, runner.batch.allocated)
-            if not greedy:
+            if kind == "logits":
                 return logits_BV
-            if runner.single_row is not None and size == 1:
-                return runner.single_row.choose(
-                    logits_BV, self.slots_B, runner.token_S, runner.position_S, self.null_slot
-                )
-            tokens_B = two_step_argmax(logits_BV)
-            runner.token_S[self.slots_B] = tokens_B
-            runner.position_S[self.slots_B] += 1
-            runner.position_S[self.null_slot :].zero_()  # or padding would run out of its slot
-            return tokens_B
+            from bessemer.model.generate.draw_kernels import draw
+
+            settings = (self.seed_B, self.heat_B, self.scored_heat_B) if kind == "sampled" else None
+            overlap = size == 1 and runner.single_row is not None and runner.single_row.overlap
+            state = runner.token_S, runner.position_S, self.null_slot
+            return draw(logits_BV, self.slots_B, *state, settings, overlap)
 
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -355,12 +352,17 @@ class DecodeGraph:
             self.output = decode()
         runner.pool = runner.pool or self.graph.pool()
 
-    def run(self, slots_B: Tensor) -> Tensor:
-        """Logits (B, V), or tokens (B,) of a greedy graph."""
+    def run(self, slots_B: Tensor, settings: SamplingBatch | None = None) -> Tensor:
+        """Logits (B, V), or tokens and their log-probabilities (B, 2)."""
         if self.selected is not slots_B:  # rows beyond the selected ones stay on the null slot
             self.slots_B.fill_(self.null_slot)
             self.slots_B[: len(slots_B)] = slots_B
             self.selected = slots_B
+        if settings is not None and self.settings is not settings:
+            self.seed_B[: len(slots_B)] = settings.seed_B
+            self.heat_B[: len(slots_B)] = settings.temperature_B
+            self.scored_heat_B[: len(slots_B)] = settings.scored_heat_B
+            self.settings = settings
         self.graph.replay()
         return self.output[: len(slots_B)]
 
@@ -401,7 +403,7 @@ class RowRunner:
     def step(self) -> Tensor:
         return torch.stack([self._extend(slot, [self.last.pop(slot)])[-1] for slot in self.slots])
 
-    def greedy_step(self) -> Tensor | None:
+    def drawing_step(self, settings: SamplingBatch, scored: bool) -> Tensor | None:
         return None
 
     def _extend(self, slot: int, tokens: list[int]) -> Tensor:

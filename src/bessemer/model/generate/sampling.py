@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Self
 
 import torch
@@ -68,20 +69,24 @@ class SamplingBatch:
     top_p_B: Tensor
     min_p_B: Tensor
     seed_B: Tensor
+    scored_heat_B: Tensor  # temperature of the distribution that log-probabilities are of
     penalty_3B: Tensor | None  # repetition, presence, frequency; None: no row has any
     filters: bool
     greedy: bool  # all rows
 
     @classmethod
-    def of(cls, rows: Sequence[Sampling], device: torch.device) -> Self:
+    def of(cls, rows: Sequence[Sampling], device: torch.device, tempered: Sequence[bool] = ()) -> Self:
+        """`tempered` says which rows' log-probabilities are of the distribution at their temperature."""
+
         def column(values: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
+        scored = [r.temperature if own and r.temperature > 0 else 1.0 for r, own in zip_longest(rows, tempered)]
         penalties = [[r.repetition_penalty, r.presence_penalty, r.frequency_penalty] for r in rows]
         return cls(
             column([r.temperature for r in rows]), column([r.top_k for r in rows], torch.int64),
             column([r.top_p for r in rows]), column([r.min_p for r in rows]),
-            column([(r.seed + 2**63) % 2**64 - 2**63 for r in rows], torch.int64),
+            column([(r.seed + 2**63) % 2**64 - 2**63 for r in rows], torch.int64), column(scored),
             torch.tensor(penalties, dtype=torch.float32).T.to(device) if any(r.penalizes for r in rows) else None,
             any(r.filters for r in rows), all(r.temperature == 0 for r in rows),
         )  # fmt: skip
@@ -123,6 +128,8 @@ class SamplingBatch:
         """(B,) tokens of positions `position_B`, from penalized logits."""
         if self.greedy:
             return logits_BV.argmax(dim=-1)
+        if logits_BV.is_cuda and logits_BV.element_size() < 4:
+            logits_BV = logits_BV.float()  # as the kernel of a decoding graph: the draws are the same
         noisy_BV = self.filter(logits_BV).double() + gumbel(self.seed_B, position_B, logits_BV.shape[-1])
         sampled_B = noisy_BV.argmax(dim=-1)
         return torch.where(self.temperature_B > 0, sampled_B, logits_BV.argmax(dim=-1))

@@ -1,4 +1,4 @@
-"""Decoding of a single row of a Llama-like model on a GPU, in five kernels a layer.
+"""Decoding of a single row of a Llama-like model on a GPU, in six kernels a layer.
 
 One row reads every weight once and computes little: what counts is that memory is never idle. Norms, rotary positions,
 the write into the cache, the gate and the residual sums are parts of the products (`row_kernels`), and each kernel
@@ -19,8 +19,6 @@ from bessemer.spec.shape import ModelShape
 
 if TYPE_CHECKING:
     from bessemer.model.generate.compiled import CompiledDecoding
-
-OVERLAP = False  # where the GPU can: programmatic dependent launch
 
 
 def can_fuse(decoding: CompiledDecoding) -> bool:
@@ -64,16 +62,15 @@ class SingleRowDecoding:
     def __init__(self, decoding: CompiledDecoding) -> None:
         self.decoding, self.model = decoding, decoding.model
         device = self.model.head_weight.device
-        self.finished = torch.zeros(self.model.shape.kv_heads + 1, dtype=torch.int32, device=device)
-        hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-        self.overlap = OVERLAP and hopper
+        # programmatic dependent launch
+        self.overlap = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
     def run(self, slots_B: Tensor, token_S: Tensor, position_S: Tensor, caches: list[SlotKV], positions: int) -> Tensor:
         """Logits (1, V) after the slot's last token. `positions` is the size of its cache."""
         from bessemer.model.generate import row_kernels as kernels
         from bessemer.model.generate.kernels import decode_attention
 
-        model, overlap = self.model, self.overlap
+        model, overlap, starts_B = self.model, self.overlap, position_S[slots_B]
         x_W = kernels.begin(model.embedding.weight, token_S, slots_B, overlap)
         assert model.rotary is not None
         self.rotary = rotary = model.rotary.get(positions, x_W.device, x_W.dtype)  # a graph needs it to stay
@@ -87,17 +84,11 @@ class SingleRowDecoding:
                 overlap,
             )  # fmt: skip
             out_1NE = decode_attention(
-                q_ND[None], keys, values, slots_B, position_S, attention.window, attention.scale,
-                model.shape.attention_cap, self.finished, overlap,
+                q_ND[None], keys, values, slots_B, starts_B, attention.window, attention.scale,
+                model.shape.attention_cap, overlap,
             )  # fmt: skip
             kernels.add_product("out", out_1NE.view(-1), attention.out.weight, x_W, overlap)
             h_F = kernels.gated(x_W, second.weight, second.eps, gate_up[0], overlap)
             kernels.add_product("down", h_F, ffn.down.weight, x_W, overlap)
         norm: Any = model.norm
         return kernels.head(x_W, norm.weight, norm.eps, model.head_weight, overlap)[None]
-
-    def choose(self, logits_1V: Tensor, slots_B: Tensor, token_S: Tensor, position_S: Tensor, null_slot: int) -> Tensor:
-        """(1,) the most likely token, appended to its slot."""
-        from bessemer.model.generate.row_kernels import choose
-
-        return choose(logits_1V[0], self.finished[-1:], slots_B, token_S, position_S, null_slot, self.overlap)
