@@ -23,7 +23,7 @@ from bessemer.observe.progress import ProgressReport, silent
 from bessemer.train.compile import CompiledBlocks, compilable
 from bessemer.train.loss import has_triton
 
-Ids = Sequence[int]
+Ids = Sequence[int] | np.ndarray[Any, Any]
 Gather = Callable[[Any], list[Any]]  # one value of each rank
 PACK_GPU, PACK_CPU = 8192, 512  # tokens of a pass; on a CPU attention costs the square of them
 LOGIT_BYTES = {"cuda": 512 << 20}  # of a chunk of float32 logits
@@ -120,7 +120,7 @@ class Scorer:
         by_key: dict[bytes, Text] = {}
         for number, (context, continuation) in enumerate(requests):
             assert len(context) and len(continuation), "neither part may be empty"
-            whole = np.fromiter((*context, *continuation), np.int64, len(context) + len(continuation))
+            whole = np.concatenate((np.asarray(context), np.asarray(continuation))).astype(np.int64)
             if self.context is not None and len(whole) > self.context + 1:
                 self.truncated += 1
                 whole = whole[-(self.context + 1) :]
