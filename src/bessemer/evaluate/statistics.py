@@ -6,6 +6,7 @@ text (a cluster) are not independent.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def calibration_error(confidences: Sequence[float], right: Sequence[float], bins
     order = np.argsort(np.asarray(confidences, np.float64), kind="stable")
     confidence, correct = np.asarray(confidences, np.float64)[order], np.asarray(right, np.float64)[order]
     edges = np.linspace(0, len(order), min(bins, len(order)) + 1).round().astype(int)
-    gaps = [abs(confidence[a:b].sum() - correct[a:b].sum()) for a, b in zip(edges, edges[1:], strict=False)]
+    gaps = [abs(confidence[a:b].sum() - correct[a:b].sum()) for a, b in itertools.pairwise(edges)]
     return float(sum(gaps) / len(order))
 
 
