@@ -40,10 +40,10 @@ Pair = tuple[str, str]
 CHOICES = 4
 EXACT = 1e-3  # nats; largest difference of a likelihood in float32
 SUBJECTS, SHOTS = 57, 5
-CONTEXT = 2048
+CONTEXT = 4096
 
 
-def corpus(size: int = 8_000_000) -> list[str]:
+def corpus(size: int) -> list[str]:
     """Docstrings of the standard library: English that is on every machine."""
     texts, total = [], 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
@@ -179,13 +179,14 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--batches", nargs="+", type=int, default=[16, 64, 128], help="of HFLM; the fastest is used")
     parser.add_argument("--exact-items", type=int, default=100, help="compared in float32")
+    parser.add_argument("--corpus", type=int, default=4_000_000, help="characters that the tokenizer is trained on")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     import transformers
 
-    texts = corpus()
+    texts = corpus(options.corpus)
     config = transformers.LlamaConfig(**SIZES[options.model], max_position_embeddings=4096)
     own = Tokenizer.train(texts, min(32_768, config.vocab_size))
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=own.inner, eos_token=own.eos, bos_token=own.eos)
