@@ -18,6 +18,7 @@ from bessemer.evaluate.statistics import (
     score_interval,
     standard_error,
 )
+from bessemer.statistics import wilson_interval
 
 DRAW = np.random.default_rng(7)
 
@@ -49,6 +50,11 @@ def test_the_clustered_bootstrap_agrees_with_the_clustered_error() -> None:
 def test_intervals_are_chosen_by_the_values() -> None:
     assert score_interval([1.0, 0.0, 1.0, 1.0])[1] == "Wilson"
     assert score_interval([0.5, 0.25, 1.0])[1] == "bootstrap"
+    # Ten texts with four equal answers each are ten questions; of all-equal answers too.
+    for rate in (0.5, 0.0):
+        answers = [float(number // 4 < 10 * rate) for number in range(40)]
+        (low, high), method = score_interval(answers, [number // 4 for number in range(40)])
+        assert method.startswith("Wilson, ") and high == pytest.approx(wilson_interval(10 * rate, 10)[1], abs=0.01)
     assert score_interval([])[1] == "none"
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     cls=group_with_default("model"), no_args_is_help=True,
-    help="Score a model on tasks with error bars: `evaluate MODEL --tasks ...`, or compare scored models.",
+    help="Score a model on tasks with error bars, or compare scored models.\n\n"
+    "Example: bessemer evaluate runs/demo --tasks my_questions.jsonl,gsm8k --data eval-data",
 )  # fmt: skip
 
 

@@ -40,6 +40,12 @@ def _cluster_sums(values: Floats, clusters: Sequence[Hashable]) -> Floats:
     return np.bincount([numbers[cluster] for cluster in clusters], values, len(numbers))
 
 
+def effective_questions(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
+    """How many independent questions would have the clustered error; that many clusters if all values are equal."""
+    alone, grouped = standard_error(values), standard_error(values, clusters)
+    return len(values) / max(1.0, (grouped / alone) ** 2) if alone > 0 else float(len(set(clusters)))
+
+
 def clustered_bootstrap(values: Sequence[float], clusters: Sequence[Hashable], seed: int = 0) -> Interval:
     """The 95 % percentile interval of the mean, with complete clusters resampled."""
     array = np.asarray(values, np.float64)
@@ -53,9 +59,14 @@ def score_interval(values: Sequence[float], clusters: Clusters = None, seed: int
     """The 95 % interval of a mean score and how it was computed: Wilson's for yes and no, else the bootstrap."""
     if not len(values):
         return (math.nan, math.nan), "none"
+    binary = set(values) <= {0.0, 1.0}
     if clusters is not None and len(set(clusters)) < len(values):
+        if binary:
+            effective = effective_questions(values, clusters)
+            hits = math.fsum(values) * effective / len(values)
+            return wilson_interval(hits, effective), "Wilson, with the effective number of questions"
         return clustered_bootstrap(values, clusters, seed), "bootstrap over clusters"
-    if set(values) <= {0.0, 1.0}:
+    if binary:
         return wilson_interval(int(sum(values)), len(values)), "Wilson"
     return bootstrap_interval(values, seed), "bootstrap"
 
