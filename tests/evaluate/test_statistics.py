@@ -53,7 +53,7 @@ def test_intervals_are_chosen_by_the_values() -> None:
     # Ten texts with four equal answers each are ten questions; of all-equal answers too.
     for rate in (0.5, 0.0):
         answers = [float(number // 4 < 10 * rate) for number in range(40)]
-        (low, high), method = score_interval(answers, [number // 4 for number in range(40)])
+        (_, high), method = score_interval(answers, [number // 4 for number in range(40)])
         assert method.startswith("Wilson, ") and high == pytest.approx(wilson_interval(10 * rate, 10)[1], abs=0.01)
     assert score_interval([])[1] == "none"
 

@@ -1,7 +1,7 @@
 """Questions of an evaluation in the run's own training data, named by file and row.
 
 The run's token stores are decoded document by document and searched for n-grams of the questions. A question counts as
-contaminated if one document holds at least half of its n-grams: shared phrases are no leak.
+contaminated if one document holds at least half of the n-grams of its longest text: shared phrases are no leak.
 """
 
 from __future__ import annotations
@@ -121,8 +121,13 @@ def mark_contaminated(result: Evaluation, place: Path, report: ProgressReport = 
 
 
 def _text(doc: Any) -> str:
-    """All text of a question's row, nested parts too."""
+    """The longest text of a question's row: the question or its passage. A crawl rarely has the wrong choices too."""
+    texts = [value for value in doc.values() if isinstance(value, str)] if isinstance(doc, dict) else []
+    return max(texts, key=len, default=_all_text(doc))
+
+
+def _all_text(doc: Any) -> str:
     if isinstance(doc, str):
         return doc
     values = doc.values() if isinstance(doc, dict) else doc if isinstance(doc, list | tuple) else ()
-    return "\n".join(filter(None, map(_text, values)))
+    return "\n".join(filter(None, map(_all_text, values)))

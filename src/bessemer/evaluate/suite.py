@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from bessemer.errors import UserError
 from bessemer.evaluate.harness import MISSING
 from bessemer.evaluate.language_model import LanguageModel
@@ -77,9 +79,9 @@ def data_folder(data: Path | None) -> Path:
     return Path(os.path.expanduser(data or named))
 
 
-def split_files(folder: Path, config: str | None) -> dict[str, list[str]]:
-    """The data files of each split: in the folder of the configuration, if there is one."""
-    place = folder / config if config and (folder / config).is_dir() else folder
+def split_files(folder: Path, config: str | None, own_folder: bool = False) -> dict[str, list[str]]:
+    """The data files of each split: in the folder of the configuration, if there is one or if it must have its own."""
+    place = folder / config if config and (own_folder or (folder / config).is_dir()) else folder
     found: dict[str, list[str]] = {}
     for path in sorted(place.rglob("*")) if place.is_dir() else ():
         if path.suffix not in FORMATS or any(part.startswith(".") for part in path.relative_to(place).parts):
@@ -109,12 +111,13 @@ def write_definitions(names: Sequence[str], data: Path, folder: Path) -> tuple[d
     for name in names:
         task, place = SUITE[name], data / _FOLDERS.get(name, name)
         made, lacking = [], []
-        for path in definition_files(task):
-            text = path.read_text(encoding="utf-8")
+        texts = {path: path.read_text(encoding="utf-8") for path in definition_files(task)}
+        configs = {yaml_key(text, "dataset_name") for text in texts.values()} - {None}
+        for path, text in texts.items():
             task_name, config = yaml_key(text, "task"), yaml_key(text, "dataset_name")
             if task_name is None or yaml_key(text, "group"):
                 continue
-            files = split_files(place, config)
+            files = split_files(place, config, len(configs) > 1 or name in _FOLDERS)
             needed = {task.asked, *([task.examples] if task.examples else [])}
             if lack := needed - files.keys():
                 lacking.append(f"{config or name}: {', '.join(sorted(lack))}")
@@ -138,9 +141,18 @@ def how_to_get(name: str, place: Path) -> str:
     )
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads definitions without running what their tags name."""
+
+
+_Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
+
+
 def yaml_key(text: str, key: str) -> str | None:
-    found = re.search(rf'^"?{key}"?:\s*"?([^"\n]+?)"?\s*$', text, re.M)
-    return None if found is None or found[1] == "null" else found[1]
+    """A key of a task definition."""
+    content = yaml.load(text, _Loader)
+    value = content.get(key) if isinstance(content, dict) else None
+    return None if value is None else str(value)
 
 
 def _definition(path: Path, name: str, files: Mapping[str, list[str]]) -> str:
@@ -148,20 +160,20 @@ def _definition(path: Path, name: str, files: Mapping[str, list[str]]) -> str:
     kind = FORMATS[Path(next(iter(files.values()))[0]).suffix]
     lines = {"include": str(path), "task": name, "dataset_path": kind, "dataset_name": None,
              "dataset_kwargs": {"data_files": dict(files)}}  # fmt: skip
-    inherited = path.read_text(encoding="utf-8") + _included(path)
     for role, splits in _ROLES.items():
-        wanted = yaml_key(inherited, role)
+        wanted = _inherited(path, role)
         if wanted is not None and wanted not in files:
             lines[role] = next((split for split in splits if split in files), None)
     return "\n".join(f"{key}: {json.dumps(value)}" for key, value in lines.items()) + "\n"
 
 
-def _included(path: Path) -> str:
-    include = yaml_key(path.read_text(encoding="utf-8"), "include")
-    if include is None:
-        return ""
-    other = path.parent / include
-    return other.read_text(encoding="utf-8") + _included(other)
+def _inherited(path: Path, key: str) -> str | None:
+    """A key of a definition or of those that it includes."""
+    text = path.read_text(encoding="utf-8")
+    if (value := yaml_key(text, key)) is not None:
+        return value
+    include = yaml_key(text, "include")
+    return None if include is None else _inherited(path.parent / include, key)
 
 
 def pool(name: str, parts: Sequence[TaskResult]) -> list[TaskResult]:
