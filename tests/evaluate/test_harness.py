@@ -89,10 +89,11 @@ def test_scores_carry_what_repeats_them(ours: Evaluation, tmp_path: Path) -> Non
 
 
 def test_lm_eval_leaves_the_random_generators_alone(workshop: Workshop) -> None:
+    model, tasks = LanguageModel(load_model(workshop.run, device="cpu")), (str(workshop.tasks / "local_choice.yaml"),)
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     expected = random.random(), np.random.random(), torch.rand(1).item()
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    run(workshop.run, workshop, limit=2)
+    run_tasks(model, TaskSettings(tasks, 2))
     assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
 
 

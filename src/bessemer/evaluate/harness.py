@@ -125,11 +125,10 @@ def run_harness(
     # Some versions return nothing where LOCAL_RANK is not 0; every rank is a world of one here.
     local_rank = os.environ.pop("LOCAL_RANK", None)
     try:
-        with unchanged_random_state():
-            raw = evaluate(
-                make_lm(model), dict(loaded), limit=limit, bootstrap_iters=0, log_samples=True,
-                apply_chat_template=model.chat, fewshot_as_multiturn=model.chat,
-            )  # fmt: skip
+        raw = evaluate(
+            make_lm(model), dict(loaded), limit=limit, bootstrap_iters=0, log_samples=True,
+            apply_chat_template=model.chat, fewshot_as_multiturn=model.chat,
+        )  # fmt: skip
     finally:
         if local_rank is not None:
             os.environ["LOCAL_RANK"] = local_rank

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from bessemer.errors import UserError
-from bessemer.evaluate.harness import FEWSHOT_SEED, load_tasks, run_harness
+from bessemer.evaluate.harness import FEWSHOT_SEED, load_tasks, run_harness, unchanged_random_state
 from bessemer.evaluate.language_model import LanguageModel
 from bessemer.evaluate.own_tasks import Question, read_questions, run_questions
 from bessemer.evaluate.results import Evaluation, TaskResult, make_hash
@@ -81,8 +81,15 @@ def registration(settings: TaskSettings) -> dict[str, str]:
 
 
 def run_tasks(model: LanguageModel, settings: TaskSettings, tasks: TaskList | None = None) -> Evaluation:
-    """All scores, in the order: own questions, definitions, suite, built-in."""
-    tasks, results, raw = tasks or open_tasks(settings), [], {}
+    """All scores, in the order: own questions, definitions, suite, built-in. Global random generators stay as they
+    are."""
+    with unchanged_random_state():
+        return _run_tasks(model, settings, tasks or open_tasks(settings))
+
+
+def _run_tasks(model: LanguageModel, settings: TaskSettings, tasks: TaskList) -> Evaluation:
+    results: list[TaskResult] = []
+    raw: dict[str, Any] = {}
     for name, questions in tasks.own.items():
         results += run_questions(
             model, name, questions, settings.shots, settings.seed, settings.limit, settings.formats
