@@ -71,7 +71,7 @@ class PairedChange:
         return f"{100 * self.difference:+.1f} points ({low} to {high}), p {format_p(self.p)}"
 
 
-def wilson_interval(hits: int, total: int, z: float = Z_95) -> Interval:
+def wilson_interval(hits: float, total: float, z: float = Z_95) -> Interval:
     """Wilson's score interval of a binomial rate; 0 to 1 without cases."""
     if not total:
         return 0.0, 1.0

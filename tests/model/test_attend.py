@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from typing import Any
 
 import pytest
@@ -142,6 +143,25 @@ def random_documents(rows: int, length: int, likely: float = 0.01, seed: int = 0
     return (torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < likely).cumsum(1).int()
 
 
+def random_trees(length: int, seed: int) -> AttentionMask:
+    """Two rows of texts in preorder: each text keeps some of the path of the one before it."""
+    draw, rows = random.Random(seed), []
+    for _ in range(2):
+        until, depth, path, column = [length] * length, [0] * length, list[int](), 0
+        while column < length:
+            kept = draw.randint(0, len(path))
+            for left in path[kept:]:
+                until[left] = column
+            path = path[:kept]
+            for _ in range(min(draw.randint(1, 90), length - column)):
+                depth[column] = len(path)
+                path.append(column)
+                column += 1
+        rows.append((until, depth))
+    untils, depths = zip(*rows, strict=True)
+    return AttentionMask(until_BT=torch.tensor(untils), depth_BT=torch.tensor(depths))
+
+
 PREFIX = torch.arange(256).expand(2, -1) % 150 < 20
 BRANCHES = (torch.arange(256) >= 100).int().expand(2, -1) + (torch.arange(256) >= 170).int()
 SIGHTS = {
@@ -157,6 +177,8 @@ SIGHTS = {
     "blocks": (AttentionMask(blocks=(32, 2)), 0),
     "branches": (AttentionMask(branches_BT=BRANCHES), 0),
     "documents and branches": (AttentionMask(random_documents(2, 256), branches_BT=BRANCHES), 0),
+    "tree": (random_trees(256, 1), 0),
+    "tree and window": (random_trees(256, 2), 30),
     "global tokens": (AttentionMask(random_documents(2, 256), global_tokens=2), 30),
     "global tokens both ways": (AttentionMask(causal=False, global_tokens=1), 20),
     "documents and wide blocks": (AttentionMask(random_documents(2, 256), blocks=(200, 0)), 0),
@@ -210,6 +232,18 @@ def test_tiles_hide_nothing_and_whole_ones_are_whole(
     # And none is lost or doubled on the way to FlexAttention's lists.
     listed = attention_mask.block_mask(window, T, CPU)
     assert torch.equal(listed.to_dense().bool()[:, 0], some)
+
+
+@pytest.mark.parametrize("window", [0, 50, 300])
+def test_tiles_of_trees_hide_nothing(window: int) -> None:
+    for seed in range(8):
+        attention_mask = random_trees(4 * TILE, seed)
+        dense = attention_mask.mask(window, 4 * TILE, 4 * TILE, CPU)
+        assert dense is not None and not attention_mask.plain(0, 512) and attention_mask.scattered(0, 512)
+        pairs = dense[:, 0].unflatten(2, (4, TILE)).unflatten(1, (4, TILE)).transpose(2, 3).flatten(3)
+        some, every = attention_mask._tile_visibility(window, 4 * TILE, CPU)
+        assert not (pairs.any(-1) & ~some).any()
+        assert torch.equal(every, every & pairs.all(-1))
 
 
 def test_branches_see_their_beginning_and_themselves() -> None:

@@ -23,6 +23,7 @@ from bessemer.cli import (
     checkpoints,
     data,
     demo,
+    evaluate,
     generate,
     inspect,
     launch,
@@ -63,7 +64,7 @@ app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(inspect.app, name="inspect")
 app.command("chaos")(chaos.chaos)
 app.command("generate")(generate.generate)
-app.command("evaluate")(model.evaluate)
+app.add_typer(evaluate.app, name="evaluate")
 app.add_typer(align.app, name="align")
 app.command("export")(model.export)
 app.add_typer(model.app, name="model")

@@ -1,5 +1,6 @@
 """Which positions may attend to which: within their document, not ahead of themselves, not beyond a window. A document
 may have branches: continuations of one prefix that do not see each other, such as the two answers of a preference pair.
+A row may also hold a prefix tree: texts in which every common beginning stands once (`until_BT` and `depth_BT`).
 
 One `AttentionMask` describes a batch and serves every layer. What a backend needs (dense mask, FlexAttention block
 mask, cu_seqlens) is built once per window and cached. Legend: B rows, T queries, S keys (the queries are the last T of
@@ -47,6 +48,8 @@ class AttentionMask:
     global_tokens: int = 0  # the first positions of a document that windows and blocks do not limit (Longformer)
     global_BT: Tensor | None = None  # or these positions, of full rows; they attend and are attended to everywhere
     branches_BT: Tensor | None = None  # 0: the beginning of a document; each other number is a continuation of it
+    until_BT: Tensor | None = None  # of a prefix tree in preorder: the column at which a position's continuations end
+    depth_BT: Tensor | None = None  # with `until_BT`: each position's place in its text
     router_mask_BT: Tensor | None = None  # positions that count for router balance; None: all
     cu_seqlens: tuple[Tensor, int] | None = None  # from `compute_cu_seqlens`, if the host computed them
     exchange: ContextExchange | None = None  # context parallelism; `documents_BT` still covers full rows
@@ -67,18 +70,18 @@ class AttentionMask:
         """Whether the mask is causality alone or nothing: fused kernels then need no mask tensor."""
         windowed = (window and window < length) or self.blocks[0]
         single = self.documents_BT is None and self.prefix_BT is None and self.branches_BT is None
-        return single and self.starts_B is None and not windowed
+        return single and self.until_BT is None and self.starts_B is None and not windowed
 
     @property
     def rows(self) -> int:
         """Rows that the mask distinguishes; 1 if it is the same for all."""
-        masks = (self.documents_BT, self.prefix_BT, self.branches_BT, self.global_BT)
+        masks = (self.documents_BT, self.prefix_BT, self.branches_BT, self.global_BT, self.until_BT)
         return next((len(x) for x in masks if x is not None), 1)
 
     def scattered(self, window: int, length: int) -> bool:
         """Whether document lengths and a window cannot express the mask."""
         limited = bool((window and window < length) or self.blocks[0])
-        parted = self.prefix_BT is not None or self.branches_BT is not None
+        parted = self.prefix_BT is not None or self.branches_BT is not None or self.until_BT is not None
         return parted or self.blocks[0] > 0 or (limited and self.has_global)
 
     @property
@@ -100,14 +103,16 @@ class AttentionMask:
         """Predicate over broadcastable (row, head, query, key) indices. Every form of the mask derives from it."""
         is_global = self.is_global() if window or self.blocks[0] else None
         causal, documents_BT, prefix_BT, (size, before) = self.causal, self.documents_BT, self.prefix_BT, self.blocks
-        branches_BT = self.branches_BT
+        branches_BT, until_BT, depth_BT = self.branches_BT, self.until_BT, self.depth_BT
 
         def can_attend(b: Any, h: Any, q: Any, k: Any) -> Tensor:
             visible = k <= q if causal else (k >= 0) & (q >= 0)
             if causal and prefix_BT is not None:
                 visible = visible | prefix_BT[b, k]
             near = visible
-            if window:
+            if window and depth_BT is not None:
+                near = near & (depth_BT[b, q] - depth_BT[b, k] < window)
+            elif window:
                 near = near & (q - k < window) & (k - q < window)
             if size:  # every query sees the first block
                 distance = q // size - k // size
@@ -117,6 +122,8 @@ class AttentionMask:
                 visible = visible & (documents_BT[b, q] == documents_BT[b, k])
             if branches_BT is not None:
                 visible = visible & ((branches_BT[b, k] == 0) | (branches_BT[b, k] == branches_BT[b, q]))
+            if until_BT is not None:
+                visible = visible & (q < until_BT[b, k])
             return visible
 
         return can_attend
@@ -165,7 +172,9 @@ class AttentionMask:
         causal_any, causal_all = any_Bnn, all_Bnn
         if window:
             near, far = _distance_range(q0_n1, q1_n1, k0_n, k1_n)
-            any_Bnn, all_Bnn = any_Bnn & (near < window), all_Bnn & (far < window)
+            # In a tree, positions are closer than their columns.
+            reached = near < window if self.depth_BT is None else torch.ones_like(near, dtype=torch.bool)
+            any_Bnn, all_Bnn = any_Bnn & reached, all_Bnn & (far < window)
         size, before = self.blocks
         if size:
             near, far = _distance_range(*(x // size for x in (q0_n1, q1_n1, k0_n, k1_n)))
@@ -192,6 +201,9 @@ class AttentionMask:
             )
             any_Bnn = any_Bnn & ((low_B1n == 0) | ((low_Bn1 <= high_B1n) & (low_B1n <= high_Bn1)))
             all_Bnn = all_Bnn & ((high_B1n == 0) | ((low_Bn1 == high_B1n) & (low_B1n == high_Bn1)))
+        if self.until_BT is not None:
+            first_Bn, last_Bn = self.until_BT.unflatten(1, (-1, TILE)).aminmax(dim=-1)
+            any_Bnn, all_Bnn = any_Bnn & (last_Bn[:, None] > q0_n1), all_Bnn & (first_Bn[:, None] > q1_n1)
         return any_Bnn, all_Bnn
 
     def cu_seqlens_on(self, B: int, T: int, device: torch.device) -> tuple[Tensor, int]:
@@ -229,7 +241,7 @@ class AttentionMask:
 
     def rotary_columns(self, start: int, T: int, device: torch.device) -> slice | Tensor:
         """Rows of the rotary table for these T positions. In training only distances matter, and columns serve."""
-        if self.starts_B is not None or self.separate or self.branches_BT is not None:
+        if self.starts_B is not None or self.separate or self.branches_BT is not None or self.depth_BT is not None:
             return self.positions(start, T, device)
         return self.local_columns(start, T, device)
 
@@ -237,6 +249,8 @@ class AttentionMask:
         """(B or 1, T): each position counted from the start of its document."""
         if self.starts_B is not None:
             return self.starts_B[:, None] + torch.arange(T, device=device)
+        if self.depth_BT is not None:
+            return self.depth_BT
         S = self.row_length(start, T) if self.documents_BT is None else self.documents_BT.shape[1]
         columns = positions = torch.arange(S, device=device)[None]
         if self.documents_BT is not None:

@@ -100,6 +100,10 @@ def event_line(event: dict[str, Any]) -> str | None:
         return f"spec  changed: {'; '.join(changes)}"
     if kind == "metrics_cut":
         return f"cut   metrics of {event['steps']:,} steps from {event['from_step']:,} on: they will be trained again"
+    if kind == "samples":
+        return f"sample  step {event['step']:,}  {event['prompt']!r} goes on: {event['text']!r}"
+    if kind == "tasks_registered":
+        return f"tasks registered before step {event['step']:,}: {', '.join(event['hashes'])}"
     step = f"step {event['step']:,}  " if "step" in event else ""
     checkpoint = f"{event['checkpoint']}  " if "checkpoint" in event else ""
     return f"{kind.replace('_', ' ')}  {step}{checkpoint}{event.get('reason', '')}".rstrip()
@@ -156,6 +160,17 @@ def step_line(
 
 
 def validation_line(record: dict[str, Any]) -> str:
+    return _loss_line(record) + "".join(f"  {name} {_score(row)}" for name, row in record.get("tasks", {}).items())
+
+
+def _score(row: dict[str, Any]) -> str:
+    """A task's score with its 95 % interval."""
+    if "low" not in row:
+        return f"{_number(row['score']):.4g}"
+    return f"{row['score']:.1%} ({_number(row['low']):.1%} to {_number(row['high']):.1%})"
+
+
+def _loss_line(record: dict[str, Any]) -> str:
     line = f"val   step {record['step']:,}  loss {record['loss']:.4f}{format_sources(record)}"
     if "bits_per_byte" in record:
         line += f"  perplexity {perplexity(record['loss'])}  {record['bits_per_byte']:.3f} bits per byte"

@@ -39,6 +39,7 @@ from bessemer.session.start import (
     open_source,
     resolve_run,
 )
+from bessemer.session.tasks import attach_tasks
 from bessemer.session.teacher import store_teacher
 from bessemer.spec.load import load_spec
 from bessemer.spec.preference import ANSWER_OBJECTIVES
@@ -136,6 +137,7 @@ class Session:
         restored = restore(job, self.spec, previous, self.source, resolved.others)
         exclude_documents(job)
         record_start(job, self.spec, resolved, machine, previous, restored, self.view.log)
+        attach_tasks(job, self.spec, data.tokenizer, run.folder)
         report_other_exclusions(self.spec, job)
         attach_snapshots(job, peak_bytes)
         if self.faults:

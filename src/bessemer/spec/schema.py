@@ -132,10 +132,23 @@ class ObserveSpec(SpecSection):
 
 
 class EvaluateSpec(SpecSection):
-    """Validation during the run, on held-out documents."""
+    """Validation during the run: on held-out documents, tasks and fixed prompts. Tasks are registered by their hashes
+    before the first step."""
 
     every: AutoInterval = setting("auto", "interval between evaluations", "500 steps")
     tokens: AutoCount = setting("auto", "held-out tokens per evaluation", "1M")
+    tasks: list[str] = setting(
+        [], "tasks to score: .jsonl files of questions, lm-eval's .yaml files, names such as gsm8k", ["questions.jsonl"]
+    )
+    tasks_every: int = setting(1, "score them at each n-th evaluation only, and at the end", 5, ge=1, le=1_000_000)
+    limit: int | None = setting(None, "most questions of each task", 200, ge=1, le=10_000_000)
+    shots: int | None = setting(None, "examples before a question, instead of the task's own number", 5, ge=0, le=100)
+    chat: bool = setting(False, "ask in the chat template", True)
+    data: str | None = setting(None, "folder with the data of named tasks", "eval-data")
+    samples: list[str] = setting(
+        [], "prompts that are continued at each evaluation, greedily; kept in samples/", ["Once upon a time"]
+    )
+    sample_tokens: int = setting(64, "tokens of each of these samples", 128, ge=1, le=100_000)
 
 
 class LintsSpec(SpecSection):

@@ -85,6 +85,14 @@ class Rollouts(Protocol):
         ...
 
 
+class TaskScores(Protocol):
+    """What a run is scored on besides its held-out loss."""
+
+    def score(self, job: Job, done: int) -> dict[str, Any]:
+        """The scores after `done` steps, by task. Changes nothing of the run; a collective call."""
+        ...
+
+
 class Profiler(Protocol):
     """Measures where the time of a step goes; see `profile.py`."""
 
@@ -173,6 +181,7 @@ class DataFeed:
     stream: Any  # BatchStream, IterableStream or RolloutStream
     evaluator: Evaluator
     decode: Callable[[list[int]], str]
+    tasks: TaskScores | None = None
 
 
 @dataclass

@@ -325,6 +325,7 @@ def validate(job: Job, done: int) -> dict[str, Any] | None:
     try:
         with engine.ema.swap() if engine.ema else nullcontext():
             result = job.data.evaluator.evaluate(engine.model, engine.objective, engine.pipeline, on_batch)
+            scores = job.data.tasks.score(job, done) if job.data.tasks else {}
     except Abandoned:
         return None
     record = {
@@ -335,6 +336,8 @@ def validate(job: Job, done: int) -> dict[str, Any] | None:
         "per_source": result.per_source,
         "seconds": round(time.perf_counter() - began_s, 3),
     }
+    if scores:
+        record["tasks"] = scores
     progress.last_score = job.guard.detectors.alignment.score(record)
     score = [progress.last_score, result.loss]
     if progress.best_score is None or score < progress.best_score:

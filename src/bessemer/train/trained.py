@@ -203,7 +203,7 @@ def load_model(folder: str | Path, which: str = "last", device: str = "auto") ->
         raise UserError(f"{path}: has no tokenizer.json to read a prompt with")
     tokenizer = Tokenizer.load(path / "tokenizer.json", description["eos"] or None)
     return LoadedModel(
-        model.eval(), tokenizer, prompt_format(path, tokenizer), _run_template(path, tokenizer), _context(model, path)
+        model.eval(), tokenizer, prompt_format(path, tokenizer), run_template(path, tokenizer), _context(model, path)
     )
 
 
@@ -248,7 +248,7 @@ def _load_folder(folder: HfFolder, device: torch.device) -> LoadedModel:
     )
 
 
-def _run_template(path: Path, tokenizer: Tokenizer) -> str | None:
+def run_template(path: Path, tokenizer: Tokenizer) -> str | None:
     """The chat template of a run: what it trained conversations with, else that of the model it started from."""
     spec = load_spec(path / "spec.yaml") if (path / "spec.yaml").is_file() else None
     if spec is not None and any(source.is_chat for source in spec.data.sources.values()):

@@ -1,0 +1,152 @@
+"""Scores one model on tasks of every kind: names of the suite, lm-eval's definitions, and questions of your own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from bessemer.errors import UserError
+from bessemer.evaluate.harness import FEWSHOT_SEED, load_tasks, run_harness, unchanged_random_state
+from bessemer.evaluate.language_model import LanguageModel
+from bessemer.evaluate.own_tasks import Question, read_questions, run_questions
+from bessemer.evaluate.results import Evaluation, TaskResult, make_hash
+from bessemer.evaluate.suite import CODE, SUITE, data_folder, expand, pool, run_code_suite, write_definitions, yaml_key
+
+QUESTIONS, DEFINITIONS = (".jsonl",), (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What is asked and how. `tasks` are names and paths; `formats` prompt formats are tried on own questions."""
+
+    tasks: tuple[str, ...]
+    limit: int | None = None
+    shots: int | None = None
+    chat: bool = False
+    data: Path | None = None
+    seed: int = FEWSHOT_SEED
+    formats: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {"tasks": list(self.tasks), "limit": self.limit, "num_fewshot": self.shots, "chat": self.chat,
+                "fewshot_seed": self.seed, "formats": self.formats}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TaskList:
+    """The names of the tasks, sorted by who runs them. Files are read and checked."""
+
+    own: dict[str, list[Question]]
+    definitions: list[Path]
+    suite: list[str]
+    built_in: list[str]
+
+
+def open_tasks(settings: TaskSettings) -> TaskList:
+    """Reads what can be read before a model is loaded, so that mistakes come first."""
+    found = TaskList({}, [], [], [])
+    for name in expand(settings.tasks):
+        path = Path(os.path.expanduser(name))
+        if path.suffix in QUESTIONS:
+            found.own[path.stem] = read_questions(path)
+        elif path.suffix in DEFINITIONS:
+            if not path.is_file():
+                raise UserError(f"--tasks {name}: there is no such file; correct the path")
+            found.definitions.append(path)
+        elif name in SUITE:
+            found.suite.append(name)
+        else:
+            found.built_in.append(name)
+    if found.suite:
+        data_folder(settings.data)
+    return found
+
+
+def registration(settings: TaskSettings) -> dict[str, str]:
+    """A hash for each task, of its files and of how it is asked: what a pre-registered suite must not change."""
+    asked = make_hash([settings.limit, settings.shots, settings.chat, settings.seed])
+    hashes = {}
+    for name in expand(settings.tasks):
+        path = Path(os.path.expanduser(name))
+        content = path.read_bytes() if path.is_file() else name.encode()
+        hashes[name] = f"{xxhash.xxh3_128_hexdigest(content)}-{asked}"
+    return hashes
+
+
+def run_tasks(model: LanguageModel, settings: TaskSettings, tasks: TaskList | None = None) -> Evaluation:
+    """All scores, in the order: own questions, definitions, suite, built-in. Global random generators stay as they
+    are."""
+    with unchanged_random_state():
+        return _run_tasks(model, settings, tasks or open_tasks(settings))
+
+
+def _run_tasks(model: LanguageModel, settings: TaskSettings, tasks: TaskList) -> Evaluation:
+    results: list[TaskResult] = []
+    raw: dict[str, Any] = {}
+    for name, questions in tasks.own.items():
+        results += run_questions(
+            model, name, questions, settings.shots, settings.seed, settings.limit, settings.formats
+        )  # fmt: skip
+    notes: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        groups: dict[str, list[str]] = {}
+        if harness := [name for name in tasks.suite if name not in CODE]:
+            groups, notes = write_definitions(harness, data_folder(settings.data), Path(scratch))
+        folders = [path.parent for path in tasks.definitions] + [Path(scratch)] * bool(groups)
+        names = [_task_name(path) for path in tasks.definitions] + [task for made in groups.values() for task in made]
+        if names:
+            results += _run_harness(model, settings, names, folders, groups, raw)
+    if tasks.built_in:
+        results += _run_harness(model, settings, tasks.built_in, [], {}, raw)
+    for name in tasks.suite:
+        if name in CODE:
+            place = data_folder(settings.data) / name
+            if importlib.util.find_spec("bessemer.evaluate.code_tasks") is None:
+                notes.append(f"{name}: needs code tasks, which this installation does not have")
+            elif not place.is_dir():
+                notes.append(f"{name}: no data: put its rows into {place}")
+            else:
+                results.append(run_code_suite(model, name, place, settings.limit, settings.shots))
+    if notes and not results:
+        raise UserError("; ".join(notes))
+    settings_json = settings.to_json() | {"prefix": model.prefix_rule, "truncated": model.scorer.truncated}
+    settings_json |= {"missing": notes, "registration": registration(settings)}
+    return Evaluation("", results, settings=settings_json, harness=raw)
+
+
+def _run_harness(
+    model: LanguageModel, settings: TaskSettings, names: Sequence[str], folders: Sequence[Path],
+    groups: dict[str, list[str]], raw: dict[str, Any],
+) -> list[TaskResult]:  # fmt: skip
+    """Tasks of lm-eval. A named task of several parts is also scored as a whole."""
+    shots = {task: SUITE[name].shots for name, made in groups.items() for task in made}
+    results: list[TaskResult] = []
+    for count in sorted({shots.get(name, -1) for name in names}):
+        chosen = [name for name in names if shots.get(name, -1) == count]
+        usual = None if count < 0 else count
+        wanted = usual if settings.shots is None else settings.shots
+        loaded = load_tasks(chosen, folders, wanted, settings.seed)
+        found, part = run_harness(model, loaded, settings.limit)
+        results += found
+        for key, value in part.items():
+            if isinstance(value, dict) and key != "config":
+                raw.setdefault(key, {}).update(value)
+    for name, made in groups.items():
+        if len(made) > 1 and name != "truthfulqa":
+            results += pool(name, [result for result in results if result.task in made])
+    return results
+
+
+def _task_name(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    name = yaml_key(text, "task") or yaml_key(text, "group")
+    if name is None:
+        raise UserError(f"--tasks {path}: has no `task:`; write an lm-eval task definition")
+    return name
