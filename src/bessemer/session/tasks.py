@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bessemer.align.sampler import plain_model
+from bessemer.align.resident import plain_model
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.evaluate.harness import unchanged_random_state
