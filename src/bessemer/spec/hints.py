@@ -96,6 +96,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "adapter.targets": ("lora_target lora_target_modules lora_target_linear target_modules", ""),
     "adapter.modules_to_save": ("lora_modules_to_save", ""),
     "adapter.lr_ratio": ("loraplus_lr_ratio", ""),
+    "adapter.virtual_tokens": ("num_virtual_tokens", ""),
     "adapter.path": ("lora_model_dir adapter_name_or_path", ""),
     "schedule.kind": ("lr_scheduler_type lr_scheduler lr_scheduler_kwargs scheduler decay_lr decay_type", ""),
     "schedule.warmup": ("warmup_ratio warmup_steps warmup_iters lr_warmup_iters lr_warmup_fraction", ""),
