@@ -173,9 +173,9 @@ class AnswerEncoder:
         text = prompt.columns.get(self.column[source])
         if not isinstance(text, str) or not text:
             raise UserError(f"{prompt.place}: {self.column[source]!r} holds no answer: write a text, or remove the row")
-        asked = prompt.content if isinstance(prompt.content, list) else [{"role": "user", "content": prompt.content}]
+        messages = prompt.content if isinstance(prompt.content, list) else [{"role": "user", "content": prompt.content}]
         template = self.reader.template or "none"
-        ids, mask = render([*asked, {"role": "assistant", "content": text}], self.reader.tokenizer, template, "last")
+        ids, mask = render([*messages, {"role": "assistant", "content": text}], self.reader.tokenizer, template, "last")
         tokens = ids[mask > 0].astype(np.int64)
         if self.reader.template is None and tokens[-1] not in self.reader.stop_ids:
             tokens = np.append(tokens, np.int64(self.reader.tokenizer.eos_id))

@@ -152,7 +152,7 @@ def _local_weight(parameter: nn.Parameter) -> nn.Parameter:
     """In the same memory, except for experts of other ranks, which are gathered."""
     tensor = parameter.data
     if isinstance(tensor, ShardedNF4):
-        tensor = tensor.whole()
+        tensor = tensor.gathered()
     if is_dtensor(tensor):
         tensor = tensor.to_local() if tensor.device_mesh.mesh_dim_names == ("tp",) else tensor.full_tensor()
     return nn.Parameter(tensor, requires_grad=False)

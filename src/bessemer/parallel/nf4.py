@@ -54,11 +54,11 @@ class CodeGatherer:
         assert len(self.buffers) == block + 1
         made, at = [], 0
         for weight, share, size in zip(weights, shares, sizes, strict=True):
-            whole = NF4Tensor.zeros(weight.shape, weight.dtype, torch.device("meta"))
+            template = NF4Tensor.zeros(weight.shape, weight.dtype, torch.device("meta"))
             parts = {
                 "codes": buffer[at : at + share * CODES],
                 "scales": buffer[at + share * CODES : at + share * (CODES + 1)],
-                "maxima": torch.zeros(whole.maxima.shape, device=device), "offset": torch.zeros((), device=device),
+                "maxima": torch.zeros(template.maxima.shape, device=device), "offset": torch.zeros((), device=device),
             }  # fmt: skip
             self.weights.append((block, at, share, parts["maxima"], parts["offset"]))
             place = (self.number, len(self.weights) - 1)
@@ -147,14 +147,14 @@ class ShardedNF4(NF4Tensor):
         self.gatherer.held = None  # its bytes may be those that are replaced
         return self.own(quantize(weight.to(self.device)))
 
-    def whole(self) -> NF4Tensor:
+    def gathered(self) -> NF4Tensor:
         """The matrix of all ranks. Collective."""
         parts = self.gatherer.complete(self.place[1], self.shape.numel())
         names = ("codes", "scales", "maxima", "offset")
         return NF4Tensor({n: p.clone() for n, p in zip(names, parts, strict=True)}, self.shape, self.dtype)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        return self.whole().dense(dtype)
+        return self.gathered().dense(dtype)
 
     def multiply(self, x: Tensor) -> Tensor:
         rows, columns = self.shape

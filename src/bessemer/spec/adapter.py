@@ -152,12 +152,12 @@ def read_peft(adapter: AdapterSpec) -> AdapterSpec:
     if adapter.path is None:
         return adapter
     config = read_peft_config(adapter.path)
-    if (other := PEFT_KINDS[config["peft_type"]]) != "lora":
-        if adapter.kind not in ("lora", other):
-            problem = f"{adapter.kind} was requested, {adapter.path} holds {other}"
-            raise UserError(f"adapter.kind: {problem}: write kind: {other}")
-        tokens = {"virtual_tokens": int(config["num_virtual_tokens"])} if other in VIRTUAL else {}
-        return adapter.model_copy(update={"kind": other, **tokens})
+    if (held := PEFT_KINDS[config["peft_type"]]) != "lora":
+        if adapter.kind not in ("lora", held):
+            problem = f"{adapter.kind} was requested, {adapter.path} holds {held}"
+            raise UserError(f"adapter.kind: {problem}: write kind: {held}")
+        tokens = {"virtual_tokens": int(config["num_virtual_tokens"])} if held in VIRTUAL else {}
+        return adapter.model_copy(update={"kind": held, **tokens})
     kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
     if config.get("use_dora") and config.get("use_rslora"):
         raise UserError(f"adapter.path: {adapter.path} has both use_dora and use_rslora: merge it with PEFT first")
