@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -29,6 +30,18 @@ CODES = BLOCK // 2  # bytes of a block
 ALIGNED = 16  # bytes at which a matrix begins
 
 
+@dataclass(frozen=True)
+class MatrixPlace:
+    """Where a rank holds its part of a matrix: from byte `at` of its transformer block's buffer on, `share` blocks of
+    64 numbers, first their codes and then their scales."""
+
+    block: int
+    at: int
+    share: int
+    maxima: Tensor
+    offset: Tensor
+
+
 class CodeGatherer:
     """The bytes of a model's matrices, block by block. `held` is the one whose bytes of all ranks are in memory."""
 
@@ -40,9 +53,7 @@ class CodeGatherer:
         self.number = next(self._numbers)
         self.by_number[self.number] = self
         self.buffers: list[Tensor] = []  # this rank's bytes of each block
-        self.weights: list[
-            tuple[int, int, int, Tensor, Tensor]
-        ] = []  # block, offset, blocks of numbers, maxima, offset
+        self.matrices: list[MatrixPlace] = []
         self.held: tuple[int, Tensor] | None = None
 
     def add(self, block: int, weights: Sequence[Tensor], device: torch.device) -> list[ShardedNF4]:
@@ -60,25 +71,26 @@ class CodeGatherer:
                 "scales": buffer[at + share * CODES : at + share * (CODES + 1)],
                 "maxima": torch.zeros(template.maxima.shape, device=device), "offset": torch.zeros((), device=device),
             }  # fmt: skip
-            self.weights.append((block, at, share, parts["maxima"], parts["offset"]))
-            place = (self.number, len(self.weights) - 1)
+            self.matrices.append(MatrixPlace(block, at, share, parts["maxima"], parts["offset"]))
+            place = (self.number, len(self.matrices) - 1)
             made.append(ShardedNF4(parts, weight.shape, weight.dtype, place))
             at += size
         return made
 
     def complete(self, index: int, numbers: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The parts of a matrix of that many numbers, from all ranks. Collective unless its block is held."""
-        block, at, share, maxima, offset = self.weights[index]
-        if self.held is None or self.held[0] != block:
-            local = self.buffers[block]
+        place = self.matrices[index]
+        if self.held is None or self.held[0] != place.block:
+            local = self.buffers[place.block]
             self.held = None  # freed before the next is allocated
             full = local.new_empty(self.size * local.numel())
             dist.all_gather_into_tensor(full, local, group=self.group)
-            self.held = block, full.view(self.size, -1)
+            self.held = place.block, full.view(self.size, -1)
         bytes_PL, blocks = self.held[1], -(-numbers // BLOCK)
-        codes = bytes_PL[:, at : at + share * CODES].reshape(-1)[: blocks * CODES]
-        scales = bytes_PL[:, at + share * CODES : at + share * (CODES + 1)].reshape(-1)[:blocks]
-        return codes, scales, maxima, offset
+        scales_at = place.at + place.share * CODES
+        codes = bytes_PL[:, place.at : scales_at].reshape(-1)[: blocks * CODES]
+        scales = bytes_PL[:, scales_at : scales_at + place.share].reshape(-1)[:blocks]
+        return codes, scales, place.maxima, place.offset
 
 
 @torch.library.custom_op("bessemer::nf4_sharded_product", mutates_args=())
