@@ -208,7 +208,7 @@ class NF4Tensor(Tensor):
         """The parts that this tensor would hold of a weight."""
         return quantize(weight.to(self.device))
 
-    def multiply(self, x: Tensor) -> Tensor:
+    def linear(self, x: Tensor) -> Tensor:
         """x W^T in the dtype of x."""
         rows, columns = self.shape
         y: Tensor = nf4_product(x, *self.parts.values(), rows, columns, False)
@@ -218,7 +218,7 @@ class NF4Tensor(Tensor):
         """x W^T + bias, in autocast's dtype if it is enabled, else in that of x."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        y = self.multiply(x.to(dtype))
+        y = self.linear(x.to(dtype))
         return y if bias is None else y + bias.to(dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:

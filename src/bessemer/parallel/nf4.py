@@ -168,7 +168,7 @@ class ShardedNF4(NF4Tensor):
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         return self.gathered().dense(dtype)
 
-    def multiply(self, x: Tensor) -> Tensor:
+    def linear(self, x: Tensor) -> Tensor:
         rows, columns = self.shape
         y: Tensor = nf4_sharded_product(x, *self.place, rows, columns, False)
         return y

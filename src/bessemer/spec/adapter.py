@@ -133,6 +133,8 @@ def read_peft_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("peft_type") not in PEFT_KINDS:
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise UserError(f"{file}: peft_type {kind!r}: only {', '.join(PEFT_KINDS)} can be read")
+    if PEFT_KINDS[config["peft_type"]] in VIRTUAL and not isinstance(config.get("num_virtual_tokens"), int):
+        raise UserError(f"{file}: has no num_virtual_tokens: save the adapter with PEFT again")
     if config["peft_type"] == "PREFIX_TUNING" and config.get("prefix_projection") and not config.get("inference_mode"):
         raise UserError(f"{file}: prefix_projection: the adapter still has its projection: save it with PEFT first")
     if config.get("bias", "none") != "none":
