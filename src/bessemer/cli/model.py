@@ -146,8 +146,8 @@ def export(
         if to == "peft":
             place = out or source / "export" / "peft"
             native = open_native(source, checkpoint, merged=False)
-            count, gap = to_peft(native, place, base, overwrite)
-            print(f"adapter  {count} tensors; {gap}")
+            count, outcome = to_peft(native, place, base, overwrite)
+            print(f"adapter  {count} tensors; {outcome}")
             if held_in_nf4(native):
                 print("base     in nf4 while it trained: load it in 4 bits (nf4, double quantization) to use it")
             print(f"written  {place}")

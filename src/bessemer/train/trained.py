@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -269,7 +270,7 @@ def _merge_into(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
     """Merges an adapter, by native names, into the weights of a model."""
     for module in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
         parts = {name.rpartition(".")[2]: t for name, t in tensors.items() if name.rpartition(".")[0] == module}
-        weight = model.get_submodule(module).weight
+        weight: Any = model.get_submodule(module).weight
         weight.copy_(merge(module, weight, parts))
 
 
