@@ -21,7 +21,7 @@ from bessemer.train.trained import load_model
 
 ROOT = Path(__file__).parents[2]
 FAST = ("sft", "qlora", "classify", "dpo", "kto", "reward", "grpo")
-SLOW = ("lora", "tools", "distill", "orpo", "ppo")
+SLOW = ("lora", "prefix", "tools", "distill", "gkd", "orpo", "ppo")
 FINE_TUNING = (*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 pytest.importorskip("transformers")
 

@@ -361,6 +361,6 @@ def test_rows_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None
         read_adapter(out, ModelShape.from_dict({**model.shape.to_dict(), "layers": 1, "windows": [0]}))
     with pytest.raises(UserError, match=r"adapter.rank: 8, but that of .* is 4: remove it"):
         read_peft(AdapterSpec(path=str(out), rank=8))
-    (out / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
-    with pytest.raises(UserError, match=r"peft_type .PREFIX_TUNING.: only LORA"):
+    (out / "adapter_config.json").write_text('{"peft_type": "LOHA"}')
+    with pytest.raises(UserError, match=r"peft_type .LOHA.: only LORA"):
         read_peft(AdapterSpec(path=str(out)))

@@ -137,8 +137,8 @@ def test_settings_of_matrices_are_refused(tmp_path: Path) -> None:
     for key, value in (("rank", 8), ("alpha", 16.0), ("dropout", 0.1), ("lr_ratio", 4.0)):
         with pytest.raises(ValueError, match=f"remove {key}"):
             AdapterSpec(kind="ia3", **{key: value})  # type: ignore[arg-type]
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
-    with pytest.raises(UserError, match="peft_type 'PREFIX_TUNING': only LORA"):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LOHA"}')
+    with pytest.raises(UserError, match="peft_type 'LOHA': only LORA"):
         with_folder(AdapterSpec(path=str(tmp_path)), native_shape())
 
 

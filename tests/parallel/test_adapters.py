@@ -1,5 +1,6 @@
 """Adapters on several ranks: the losses of one process, and checkpoints that any layout resumes."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +17,18 @@ from bessemer.spec.schema import RunSpec
 Ranks, Spec = Callable[..., list[Any]], Callable[..., RunSpec]
 SLOW = [
     ("lora", {"dp_replicate": 2}), ("qlora", {"dp_replicate": 2}), ("dora", {"dp_shard": 2}),
-    ("pissa", {"dp_shard": 2}), ("ia3", {"dp_shard": 2}),
+    ("pissa", {"dp_shard": 2}), ("ia3", {"dp_shard": 2}), ("prompt", {"dp_shard": 2}), ("prefix", {"dp_shard": 2}),
+    ("qlora", {"dp_shard": 4}), ("qlora", {"dp_replicate": 2, "dp_shard": 2}),
 ]  # fmt: skip
-CASES = [("lora", {"dp_shard": 2}), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = [
+    ("lora", {"dp_shard": 2}),
+    ("qlora", {"dp_shard": 2}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+]
 
 
 @pytest.mark.parametrize(("kind", "degrees"), CASES, ids=str)
-def test_two_ranks_train_what_one_trains(ranks: Ranks, tiny_spec: Spec, kind: str, degrees: dict[str, int]) -> None:
+def test_ranks_train_what_one_trains(ranks: Ranks, tiny_spec: Spec, kind: str, degrees: dict[str, int]) -> None:
     def spec_of(name: str, steps: int, layout: dict[str, int], **more: Any) -> RunSpec:
         return tiny_spec(
             name, budget={"steps": steps, "batch": 256, "micro_batch": 2}, checkpoint={"every": "4 steps"},
@@ -34,13 +40,18 @@ def test_two_ranks_train_what_one_trains(ranks: Ranks, tiny_spec: Spec, kind: st
 
     base = spec_of("base", 4, {})
     assert ranks(1, lambda: train(base).kind) == ["finished"]
-    matrices = {} if kind == "ia3" else {"rank": 3, "alpha": 6}
-    adapter = {"kind": kind, **matrices, "modules_to_save": ["embedding"]}
+    size, settings = math.prod(degrees.values()), {"rank": 3, "alpha": 6, "modules_to_save": ["embedding"]}
+    settings = {
+        "ia3": {"modules_to_save": ["embedding"]},
+        "prompt": {"virtual_tokens": 5},
+        "prefix": {"virtual_tokens": 5},
+    }.get(kind, settings)
+    adapter = {"kind": kind, **settings}
     more = {"start_from": str(newest(base)), "optimizer": {"lr": 0.01}, "adapter": adapter}
     one, two = spec_of("one", 8, {}, **more), spec_of("two", 8, degrees, **more)
     assert ranks(1, lambda: train(one).kind) == ["finished"]
     for spec in (spec_of("two", 4, degrees, **more), two):  # stops and resumes
-        assert ranks(2, lambda spec=spec: train(spec).kind) == ["finished"] * 2
+        assert ranks(size, lambda spec=spec: train(spec).kind) == ["finished"] * size
     records = [list(Run(run_folder(spec)).metrics()) for spec in (one, two)]
     for key in ("loss", "grad_norm"):
         first, second = ([record[key] for record in each] for each in records)

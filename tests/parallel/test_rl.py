@@ -108,3 +108,27 @@ def test_a_reward_that_fails_on_one_rank_ends_all(ranks: Any, base: tuple[Path, 
     ends = ranks(2, attempt)
     assert any("rl.rewards.bad" in end and "ZeroDivisionError" in end for end in ends), ends
     assert "finished" not in ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replicas", "shards"])
+def test_on_policy_distillation_is_the_same(ranks: Any, base: tuple[Path, Any], name: str) -> None:
+    """Rounds of sampled answers and of the data's, divergences and held-out answers."""
+    size, layout = LAYOUTS[name]
+    settings = {
+        "objective": "gkd", "models": {"teacher": base[1]["start_from"]},
+        "distill": {"loss": "js", "on_policy": 0.5, "temperature": 2.0}, "rl": {"prompts": 6, "max_tokens": 4},
+        "tokenizer": {"path": str(base[0] / "runs" / "base" / "tokenizer.json"), "chat": "none"}, "seed": 1,
+    }  # fmt: skip
+    specs = []
+    for number, (count, degrees) in enumerate(((1, {}), (size, layout))):
+        spec = spec_of(base[0], f"gkd-{name}-{number}", degrees, **settings)
+        source = spec.data.sources["rows"].model_copy(update={"columns": {"prompt": "q", "completion": "answer"}})
+        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sources": {"rows": source}})})
+        assert ranks(count, lambda spec=spec: train(spec).kind) == ["finished"] * count
+        specs.append(spec)
+    names = ("loss", "nll", "divergence", "on_policy", "answer_tokens", "grad_norm")
+    one, other = (np.array([[r[n] for n in names] for r in Run(run_folder(s)).metrics()]) for s in specs)
+    np.testing.assert_allclose(one[0], other[0], rtol=2e-3, atol=2e-6)
+    losses = [[record["loss"] for record in Run(run_folder(spec)).validations()] for spec in specs]
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-6) and set(one[:, 3]) <= {0.0, 1.0}

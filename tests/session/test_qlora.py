@@ -253,8 +253,7 @@ def test_factors_resume_and_are_exported(make: Make, tmp_path: Path, base: str) 
 
 def test_mistakes_are_refused_by_name(make: Make) -> None:
     for parallel, message in (
-        ({"dp_shard": 2}, "weights in NF4 are not divided"), ({"cp": 2}, "weights in NF4 are not divided"),
-        ({"shard": {"alone": True}}, "write false"),
+        ({"cp": 2}, "weights in NF4 are divided by dp_shard only"), ({"shard": {"alone": True}}, "write false"),
     ):  # fmt: skip
         problems = [text for _, text in check_spec(make(parallel=parallel))]
         assert any(message in text for text in problems), (message, problems)

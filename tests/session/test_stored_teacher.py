@@ -1,5 +1,6 @@
 """Distillation from stored predictions: the losses of the teacher in memory, resumption, ranks, another tokenizer."""
 
+import os
 import shutil
 
 import pytest
@@ -93,6 +94,21 @@ def test_a_killed_pass_continues_and_a_changed_teacher_is_refused(make_spec, tmp
     more = student(make_spec, tmp_path, teacher, "more", distill={"stored": str(folder)}, budget={"steps": 40})
     with pytest.raises(UserError, match="has rows of a teacher with weights"):
         Session(more).train()
+
+
+def test_a_complete_store_notices_another_teacher(make_spec, tmp_path, teacher) -> None:
+    folder = tmp_path / "teacher"
+    first = student(make_spec, tmp_path, teacher, "first", distill={"stored": str(folder)})
+    Session(first).train()
+    for file in run_folder(teacher).rglob("*.distcp"):
+        os.utime(file, (1, 1))  # other times, the same weights
+    again = student(make_spec, tmp_path, teacher, "again", distill={"stored": str(folder)})
+    Session(again).train()
+    assert losses(again) == losses(first)
+    Session(make_spec("large", budget={"steps": 22, "batch": 256})).train()
+    changed = student(make_spec, tmp_path, teacher, "changed", distill={"stored": str(folder)})
+    with pytest.raises(UserError, match=r"models.teacher: .* has changed since its predictions were stored in"):
+        Session(changed).train()
 
 
 def test_a_teacher_with_another_tokenizer_teaches_by_common_tokens(make_spec, tmp_path, capsys) -> None:

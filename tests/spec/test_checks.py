@@ -46,6 +46,7 @@ STRETCHED = {"scaling": "yarn", "factor": 4.0, "original": 256}
 PASSES: list[dict[str, Any]] = [
     {"budget__tokens": 5},
     {"budget__steps": 5},
+    {"budget__steps": 51, "schedule__warmup": 50},
     {"budget__epochs": 0.5},
     {"model": {"width": 64, "layers": 1, "heads": 2}},
     {"model": {"width": 63, "layers": 1, "heads": 2, "head_dim": 32}},
@@ -81,6 +82,7 @@ def test_the_last_that_passes(changes: dict[str, Any]) -> None:
 
 FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"budget__tokens": 5, "budget__steps": 5}, {"budget.steps": "by tokens and steps: keep one"}),
+    ({"budget__steps": 50, "schedule__warmup": 50}, {"schedule.warmup": "50 steps are the whole run of 50: write 2%"}),
     ({"budget__steps": 5, "budget__epochs": 1.0}, {"budget.epochs": "by steps and epochs: keep one"}),
     (
         {"budget__tokens": 5, "budget__steps": 5, "budget__epochs": 1.0},

@@ -41,6 +41,24 @@ def test_divergences_are_those_of_torch(kind: str, temperature: float) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_the_generalised_divergence_is_that_of_trl(beta: float) -> None:
+    """On-policy distillation of TRL: a sum over the tokens of answers, divided by their number."""
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    teacher, student = logits(4).view(2, 3, 11), logits(5).view(2, 3, 11).requires_grad_()
+    labels = torch.tensor([[-100, 3, 4], [5, 6, -100]])
+    rows = divergence(teacher.flatten(0, 1), student.flatten(0, 1), DistillSpec(loss="js", beta=beta))
+    ours = (rows * (labels.flatten() != -100)).sum() / 4
+    theirs = gkd.GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta=beta)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(loss, student, retain_graph=True)[0] for loss in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    for kind, end in (("forward", 0.0), ("reverse", 1.0)):
+        if beta == end:
+            torch.testing.assert_close(rows, divergence(*(x.flatten(0, 1) for x in (teacher, student)), DistillSpec(
+                loss=kind)))  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
 def test_top_k_never_exceeds_the_whole_and_reaches_it(kind: str) -> None:
     teacher, student = logits(2), logits(3)

@@ -73,16 +73,9 @@ class HeldOutRollouts(Evaluator):
     ) -> Validation:  # fmt: skip
         """Answers all chosen prompts once. `on_batch` gets the finished answers and their total."""
         assert isinstance(objective, PolicyGradient)
-        sources, sequences = self.chosen.T
-        positions = np.arange(len(self.chosen))
-        questions = self.sampler.questions(self.names, self.rows, positions, sources, sequences)
         model.eval()
         try:
-            answers = self.sampler.answer(
-                model, self.world, self.precision, questions, 1, self.sampler.rl.held_out_temperature, 0, "held out",
-                on_batch,
-            )  # fmt: skip
-            samples = answers.samples
+            samples = self.answer_held_out(model, on_batch)
             kl = self._reference_kl(model, objective, samples) if REFERENCE in objective.needs_models else {}
         finally:
             model.train()
@@ -90,6 +83,16 @@ class HeldOutRollouts(Evaluator):
         if self.world.main:
             self._write(samples)
         return self._summarise_samples(samples, kl)
+
+    def answer_held_out(self, model: Decoder, on_batch: Callable[[int, int], None] | None) -> list[Rollout]:
+        """One answer to each chosen prompt, with its reward."""
+        sources, sequences = self.chosen.T
+        positions = np.arange(len(self.chosen))
+        questions = self.sampler.questions(self.names, self.rows, positions, sources, sequences)
+        heat = self.sampler.rl.held_out_temperature
+        return self.sampler.answer(
+            model, self.world, self.precision, questions, 1, heat, 0, "held out", on_batch
+        ).samples
 
     def _summarise_samples(self, samples: list[Rollout], kl: dict[str, float]) -> Validation:
         numbers = sample_numbers(samples, 1)

@@ -189,7 +189,7 @@ class RolloutStream:
             assert made is not None
             sample = made.samples[number]
             name = self.names[sample.source]
-            text = f"reward {sample.reward:g}: {sample.text}"
+            text = sample.text if np.isnan(sample.reward) else f"reward {sample.reward:g}: {sample.text}"
             yield name, self.sources[name].origin_of_document(sample.sequence), text
 
     def prefetch(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> None:

@@ -23,7 +23,8 @@ from bessemer.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, read
 from bessemer.errors import UserError
 from bessemer.model.quantized import rounded_to_nf4
 
-Kind = Literal["hf", "hf_body", "checkpoint"]  # hf_body: a folder without its head, for a classifier
+# hf_body: a folder without its head, for a classifier; wrapped: one that transformers runs.
+Kind = Literal["hf", "hf_body", "wrapped", "checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,10 @@ def frozen_tensors(checkpoint: Path) -> FrozenTensors | None:
 
 def open_weights(kind: Kind, path: Path) -> Mapping[str, Tensor]:
     """The weights of a folder or a checkpoint by their native names, read on access. Adapters are merged."""
+    if kind == "wrapped":
+        from bessemer.model.wrapped import WrappedWeights
+
+        return WrappedWeights(path)
     if kind != "checkpoint":
         return FolderWeights(path, body=kind == "hf_body")
     from bessemer.model.adapters import MergedWeights

@@ -85,9 +85,9 @@ def export(
     try:
         if to == "peft":
             place = out or source / "export" / "peft"
-            native = open_native(source, checkpoint)
-            count, gap = to_peft(native, place, base, overwrite)
-            print(f"adapter  {count} tensors; merged into its base it differs by {gap:.1e}")
+            native = open_native(source, checkpoint, merged=False)
+            count, outcome = to_peft(native, place, base, overwrite)
+            print(f"adapter  {count} tensors; {outcome}")
             if held_in_nf4(native):
                 print("base     in nf4 while it trained: load it in 4 bits (nf4, double quantization) to use it")
             print(f"written  {place}")

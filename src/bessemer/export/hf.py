@@ -71,9 +71,9 @@ class NativeModel:
     tokenizer: Tokenizer | None
 
 
-def open_native(place: Path, which: str = "last") -> NativeModel:
+def open_native(place: Path, which: str = "last", merged: bool = True) -> NativeModel:
     """A run, or the output of `--to bessemer`. Hashes every file of the checkpoint first; DamagedCheckpoint names a bad
-    one."""
+    one. Adapters are `merged`, or left out of its weights."""
     try:
         metadata = json.loads((place / "model.json").read_text(encoding="utf-8"))
     except OSError:
@@ -90,7 +90,7 @@ def open_native(place: Path, which: str = "last") -> NativeModel:
     tokenizer = Tokenizer.load(file, metadata["eos"]) if metadata["eos"] and file.exists() else None
     shape = _exportable(ModelShape.from_dict(metadata["shape"]), place)
     weights = SavedTensors(checkpoint, MODEL)
-    if any(map(is_part, weights)):
+    if any(map(is_part, weights)) and merged:
         return NativeModel(
             place, checkpoint, shape, MergedWeights(CheckpointWeights(checkpoint), weights.blank), tokenizer
         )

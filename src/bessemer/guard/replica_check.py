@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bessemer.dtensor import is_dtensor
 from bessemer.guard.alarm import Alarm, make_alarm
 from bessemer.model.quantized import stored_tensors
+from bessemer.parallel.nf4 import ShardedNF4
 from bessemer.parallel.shard import local
 from bessemer.parallel.world import World
 
@@ -69,6 +70,8 @@ def minority_ranks(digests: Sequence[int]) -> list[int]:
 
 def shard_of(parameter: Tensor) -> str:
     """Which shard of a tensor this rank holds; ranks with equal answers hold equal bits. Empty for a full tensor."""
+    if isinstance(parameter, ShardedNF4):
+        return f"nf4 {parameter.gatherer.rank}"
     if not is_dtensor(parameter):
         return ""
     mesh = parameter.device_mesh

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA, rsLoRA, DoRA, PiSSA) beside the linear layers of a native model, and factors on them (IA3).
+"""Low-rank adapters (LoRA, rsLoRA, DoRA, PiSSA) beside the linear layers of a model, and factors on them (IA3). Virtual
+tokens (prompt and prefix tuning) are in virtual_tokens.py.
 
 A layer is converted in place and keeps its name and weight: `blocks.0.attention.query.weight` stays, `.lora_a` and
 `.lora_b` are added, and `.lora_scale` makes a checkpoint complete without its spec. The weight is never written to.
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from bessemer.dtensor import copy_shard, is_dtensor, local
 from bessemer.errors import UserError
 from bessemer.model.transformer import Decoder, generator_for
+from bessemer.model.virtual_tokens import VIRTUAL, VIRTUAL_KINDS, VirtualTokens, add_virtual, init_virtual
 from bessemer.spec.adapter import AdapterSpec
 from bessemer.spec.quantity import human_count
 from bessemer.spec.trained import expand_ranges
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from bessemer.model.attention_mask import AttentionMask
 
 # Added to a layer.
-PARTS = ("lora_a", "lora_b", "lora_scale", "initial_a", "initial_b", "magnitude", "trained", "ia3_in", "ia3_out")
+PARTS = (
+    "lora_a", "lora_b", "lora_scale", "initial_a", "initial_b", "magnitude", "trained", VIRTUAL, "ia3_in", "ia3_out",
+)  # fmt: skip
 MARKS = (".lora_a", ".trained", ".ia3_in", ".ia3_out")  # each adapted layer has one of them
 IA3_TARGETS = ("key", "value", "down")
 # The names of PEFT's users for native ones.
@@ -132,7 +136,7 @@ class TrainedHead(nn.Linear):
 
 
 LAYERS = (AdapterLinear, ScaledLinear)
-ADAPTED = (*LAYERS, TrainedEmbedding, TrainedHead)
+ADAPTED = (*LAYERS, TrainedEmbedding, TrainedHead, VirtualTokens)
 
 
 def adapted_modules(model: nn.Module) -> dict[str, Any]:
@@ -142,30 +146,40 @@ def adapted_modules(model: nn.Module) -> dict[str, Any]:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers that `all-linear` adapts: those of all blocks. Routers and stacked experts stay frozen."""
+    blocks = getattr(model, "blocks", None)
+    inside = {module for block in blocks or () for module in block.modules()}
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and "." in name and not name.startswith("transform.") and "router" not in name
+        if type(module) is nn.Linear and module in inside and "router" not in name
     }
 
 
 def matching_layers(names: Collection[str], targets: str | Sequence[str]) -> list[str]:
     """The layers that the patterns name; UserError for a pattern that matches nothing."""
+    if not names:
+        raise UserError(
+            "adapter: the model has no torch.nn.Linear layer in its blocks: train it in full, without adapter"
+        )
     if targets == "all-linear":
         return list(names)
     chosen: set[str] = set()
     for target in targets:
-        globs = list(expand_ranges(ALIASES.get(target, target)))
-        hits = {
-            name
-            for name in names
-            if any(fnmatchcase(name, form) for g in globs for form in (g, f"*.{g}", f"{g}.*", f"*.{g}.*"))
-        }
+        hits = _hits(names, target) or _hits(names, ALIASES.get(target, target))
         if not hits:
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise UserError(f"adapter.targets: {target!r} matches no linear layer: write all-linear, or some of {ends}")
         chosen |= hits
     return [name for name in names if name in chosen]
+
+
+def _hits(names: Collection[str], target: str) -> set[str]:
+    globs = list(expand_ranges(target))
+    return {
+        name
+        for name in names
+        if any(fnmatchcase(name, form) for g in globs for form in (g, f"*.{g}", f"{g}.*", f"*.{g}.*"))
+    }
 
 
 def add_adapters(model: Decoder, spec: AdapterSpec, rank: int, alpha: float) -> list[str]:
@@ -174,6 +188,8 @@ def add_adapters(model: Decoder, spec: AdapterSpec, rank: int, alpha: float) -> 
     new_head = {f"{name}." for name in ("head", "transform") if model.shape.labels}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(tuple(new_head)) or (bool(model.shape.labels) and name == "head_bias"))
+    if spec.kind in VIRTUAL_KINDS:
+        return add_virtual(model, spec.kind, spec.virtual_tokens)
     layers = linear_layers(model)
     targets = IA3_TARGETS if spec.kind == "ia3" and spec.targets == "all-linear" else spec.targets
     names = matching_layers(layers, targets)
@@ -233,9 +249,12 @@ def clear_adapters(model: nn.Module) -> None:
 
 def describe_adapters(model: nn.Module) -> str:
     """How many layers are adapted and how much trains."""
-    layers = sum(isinstance(module, LAYERS) for module in adapted_modules(model).values())
+    modules = adapted_modules(model).values()
+    layers = sum(isinstance(module, LAYERS) for module in modules)
     trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
     size = f"{human_count(trained)} of {human_count(total)} parameters train ({trained / total:.2%})"
+    if virtual := next((module.count for module in modules if isinstance(module, VirtualTokens)), 0):
+        return f"{virtual} virtual tokens; {size}"
     stacks = "; experts stay frozen" if any(name.endswith(".ffn.down") for name, _ in model.named_parameters()) else ""
     return f"{layers} linear layers; {size}{stacks}"
 
@@ -248,9 +267,12 @@ def init_adapters(
     (Kaiming, a = sqrt(5)), B zero, DoRA's magnitudes the lengths of the rows, PiSSA's factors from a decomposition of
     each matrix. Each matrix draws from its own generator, so that every layout starts with the same values. Collective
     if the weights are sharded."""
+    if spec.kind in VIRTUAL_KINDS and not given:
+        assert isinstance(model, Decoder)
+        init_virtual(model, seed)
     for name, module in adapted_modules(model).items():
-        if isinstance(module, ScaledLinear):
-            continue  # of factors one
+        if isinstance(module, ScaledLinear | VirtualTokens):
+            continue  # factors are one
         if not isinstance(module, AdapterLinear):
             local(module.trained).copy_(local(module.weight))
             continue
@@ -348,12 +370,13 @@ def using_adapter(model: nn.Module, adapter: Mapping[str, Tensor]) -> Iterator[N
     try:
         for name, module in modules.items():
             given = {part: adapter[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in adapter}
+            like = module.virtual if isinstance(module, VirtualTokens) else module.weight
             module.active = bool(given)
             for part in _parts(module):
                 setattr(module, part, None)
             for part, tensor in given.items():
-                kind = torch.float32 if tensor.ndim < 2 else module.weight.dtype
-                tensor = tensor.to(module.weight.device, kind)
+                kind = torch.float32 if tensor.ndim < 2 else like.dtype
+                tensor = tensor.to(like.device, kind)
                 setattr(module, part, tensor if part == "lora_scale" else nn.Parameter(tensor, requires_grad=False))
         yield
     finally:
@@ -399,6 +422,11 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor], blank: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
         self._tensors, self._blank = tensors, blank
+        if virtual := next((name for name in tensors if name.endswith(f".{VIRTUAL}")), None):
+            raise UserError(
+                f"{virtual}: virtual tokens of prompt or prefix tuning cannot be merged into weights: generate with "
+                "the run itself, or write them for PEFT with `bessemer export RUN --to peft`"
+            )
         self.adapted = {name.rpartition(".")[0] for name in tensors if name.endswith(MARKS)}
 
     def __getitem__(self, name: str) -> Tensor:

@@ -198,6 +198,36 @@ def attend_reference(
         return (probs_BNTS @ v_BNSE).to(q_BNTD.dtype)
 
 
+def attend_virtual(
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, virtual_2nKD: Any, attention_mask: AttentionMask, window: int,
+    scale: float, cap: float | None, dropout: float,
+) -> Tensor:  # fmt: skip
+    """Attention with trained keys and values before those of each document (virtual_tokens.py), by a dense mask."""
+    (B, T), S, n, device = q_BTND.shape[:2], k_BSKD.shape[1], virtual_2nKD.shape[1], q_BTND.device
+    real_B1TS = attention_mask.mask(window, T, S, device)
+    assert real_B1TS is not None, "virtual tokens need causal attention"
+    seen_B1Tn = torch.ones(1, 1, T, n, dtype=torch.bool, device=device)
+    if window:
+        distance_BTn = attention_mask.positions(S - T, T, device)[..., None] - torch.arange(n, device=device)
+        seen_B1Tn = (distance_BTn < window)[:, None]
+    rows = max(len(real_B1TS), len(seen_B1Tn))
+    mask = torch.cat((seen_B1Tn.expand(rows, 1, T, n), real_B1TS.expand(rows, 1, T, S)), dim=-1)
+    k_BRKD, v_BRKD = (
+        torch.cat((part.to(x.dtype).expand(B, *part.shape), x), dim=1).transpose(1, 2)
+        for part, x in zip(virtual_2nKD, (k_BSKD, v_BSKD), strict=True)
+    )
+    q_BNTD = q_BTND.transpose(1, 2).to(v_BRKD.dtype)
+    if cap is not None:
+        return attend_reference(q_BNTD, k_BRKD, v_BRKD, mask, scale, cap, None, dropout).transpose(1, 2)
+    groups = q_BNTD.shape[1] // k_BRKD.shape[1]
+    if groups > 1 and device.type == "cuda":
+        k_BRKD, v_BRKD, groups = k_BRKD.repeat_interleave(groups, 1), v_BRKD.repeat_interleave(groups, 1), 1
+    out_BNTD = F.scaled_dot_product_attention(
+        q_BNTD, k_BRKD.to(q_BNTD.dtype), v_BRKD, mask, dropout, scale=scale, enable_gqa=groups > 1
+    )
+    return out_BNTD.transpose(1, 2)
+
+
 Rotary = tuple[Tensor, Tensor]
 LATENT_EPS = 1e-6  # of DeepSeek's latent norms, whatever the model's own epsilon is
 
@@ -248,6 +278,8 @@ class SelfAttention(nn.Module, ABC):
         self.local = shape.local_theta is not None and self.window > 0
         self.scale = shape.attention_scale if shape.attention_scale is not None else shape.key_dim**-0.5
         self.dropout, self.backend = 0.0, "auto"
+        self.prefix: nn.Module | None = None  # of prefix tuning
+        self.prompt_keys: Tensor | None = None  # (2, n, K, D): those of a prompt, in generation
 
     @abstractmethod
     def project(self, x_BTW: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,6 +303,11 @@ class SelfAttention(nn.Module, ABC):
                 inputs.bias_1NTS, self.dropout if self.training else 0.0, inputs.attention_mask.backend or self.backend,
             )  # fmt: skip
 
+        if inputs.attention_mask.virtual:
+            virtual = self.prompt_keys if self.prefix is None else self.prefix.virtual
+            drop, cap = self.dropout if self.training else 0.0, self.shape.attention_cap
+            mask, window = inputs.attention_mask, self.window
+            return attend_virtual(q_BTND, k_BSKD, v_BSKE, virtual, mask, window, self.scale, cap, drop)
         exchange = inputs.attention_mask.exchange
         if exchange is None:
             return attend_full_rows(q_BTND, k_BSKD, v_BSKE)

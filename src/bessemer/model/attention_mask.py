@@ -58,6 +58,7 @@ class AttentionMask:
     slots_B: Tensor | None = None  # generation on a GPU: keys and values are the complete cache, and these its rows
     separate: bool = False  # generation: each document is cached alone, so its rotary positions start at 0
     backend: str | None = None  # generation: attention backend instead of the layers' own
+    virtual: int = 0  # trained keys before every document, which are not columns; positions begin after them
     _masks: dict[tuple[int, int, int], Tensor | None] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], Any] = field(default_factory=dict)
     _starts: tuple[list[int], list[int]] | None = None
@@ -136,7 +137,7 @@ class AttentionMask:
         assert T == S or self.documents_BT is None, "generation has one document"
         key = (window if window < S else 0, T, S)
         if key not in self._masks and self.starts_B is not None:
-            q_B1T1 = self.positions(0, T, device)[:, None, :, None]
+            q_B1T1 = (self.starts_B[:, None] + torch.arange(T, device=device))[:, None, :, None]
             self._masks[key] = self.can_attend(key[0])(0, 0, q_B1T1, torch.arange(S, device=device))
         if key not in self._masks:
             b_B111 = torch.arange(self.rows, device=device)[:, None, None, None]
@@ -241,14 +242,15 @@ class AttentionMask:
 
     def rotary_columns(self, start: int, T: int, device: torch.device) -> slice | Tensor:
         """Rows of the rotary table for these T positions. In training only distances matter, and columns serve."""
-        if self.starts_B is not None or self.separate or self.branches_BT is not None or self.depth_BT is not None:
+        shifted = self.separate or self.branches_BT is not None or self.depth_BT is not None or self.virtual
+        if self.starts_B is not None or shifted:
             return self.positions(start, T, device)
         return self.local_columns(start, T, device)
 
     def positions(self, start: int, T: int, device: torch.device) -> Tensor:
         """(B or 1, T): each position counted from the start of its document."""
         if self.starts_B is not None:
-            return self.starts_B[:, None] + torch.arange(T, device=device)
+            return self.starts_B[:, None] + torch.arange(T, device=device) + self.virtual
         if self.depth_BT is not None:
             return self.depth_BT
         S = self.row_length(start, T) if self.documents_BT is None else self.documents_BT.shape[1]
@@ -258,7 +260,7 @@ class AttentionMask:
             positions = columns - starts
         if self.branches_BT is not None:  # each branch continues at the end of the document's beginning
             positions = positions - _branch_offsets(self.documents_BT, self.branches_BT, columns)
-        return positions[:, self.local_columns(start, T, device)]
+        return positions[:, self.local_columns(start, T, device)] + self.virtual
 
     def key_positions(self, S: int, device: torch.device) -> Tensor:
         """(B or 1, S): the positions of all keys."""

@@ -96,7 +96,7 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
     return {"codes": torch.cat(codes), "scales": codes_B, "maxima": maxima_M, "offset": offset}
 
 
-def _dense(
+def dense_from(
     codes: Tensor, scales: Tensor, maxima: Tensor, offset: Tensor, rows: int, columns: int, dtype: Any
 ) -> Tensor:
     """The numbers that the parts stand for: multiplied in fp32, then rounded to the dtype."""
@@ -117,7 +117,7 @@ def _dense(
 def nf4_dense(
     codes: Tensor, scales: Tensor, maxima: Tensor, offset: Tensor, rows: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    return _dense(codes, scales, maxima, offset, rows, columns, dtype)
+    return dense_from(codes, scales, maxima, offset, rows, columns, dtype)
 
 
 @nf4_dense.register_fake
@@ -130,7 +130,7 @@ def nf4_product(
     x: Tensor, codes: Tensor, scales: Tensor, maxima: Tensor, offset: Tensor, rows: int, columns: int, transposed: bool
 ) -> Tensor:
     """x W^T, or x W if `transposed`, in the dtype of x. Holds the dense weight while it multiplies."""
-    weight_OI = _dense(codes, scales, maxima, offset, rows, columns, x.dtype)
+    weight_OI = dense_from(codes, scales, maxima, offset, rows, columns, x.dtype)
     return x @ weight_OI if transposed else F.linear(x, weight_OI)
 
 
@@ -200,12 +200,25 @@ class NF4Tensor(Tensor):
         values: Tensor = nf4_dense(*self.parts.values(), rows, columns, dtype or self.dtype)
         return values
 
+    def alike(self, parts: dict[str, Tensor]) -> NF4Tensor:
+        """The same matrix from other tensors."""
+        return NF4Tensor(parts, self.shape, self.dtype)
+
+    def quantized_like(self, weight: Tensor) -> dict[str, Tensor]:
+        """The parts that this tensor would hold of a weight."""
+        return quantize(weight.to(self.device))
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x W^T in the dtype of x."""
+        rows, columns = self.shape
+        y: Tensor = nf4_product(x, *self.parts.values(), rows, columns, False)
+        return y
+
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias, in autocast's dtype if it is enabled, else in that of x."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        rows, columns = self.shape
-        y: Tensor = nf4_product(x.to(dtype), *self.parts.values(), rows, columns, False)
+        y = self.linear(x.to(dtype))
         return y if bias is None else y + bias.to(dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -233,16 +246,17 @@ class NF4Tensor(Tensor):
         aten, first = torch.ops.aten, args[0] if args else None
         if isinstance(first, NF4Tensor):
             if func in (aten.detach.default, aten.alias.default):
-                return cls(first.parts, first.shape, first.dtype)
+                return first.alike(first.parts)
             same_dtype = (kwargs or {}).get("dtype") in (None, first.dtype)
             if func is aten.clone.default or (func is aten._to_copy.default and same_dtype):
                 device = (kwargs or {}).get("device") or first.device
                 parts = {name: part.to(device, copy=True) for name, part in first.parts.items()}
-                return cls(parts, first.shape, first.dtype)
+                return first.alike(parts)
             if func is aten.copy_.default:
-                source = args[1] if isinstance(args[1], NF4Tensor) else cls.of(args[1], first.device)
+                same = type(args[1]) is type(first)
+                source = args[1].parts if same else first.quantized_like(args[1])
                 for name, part in first.parts.items():
-                    part.copy_(source.parts[name])
+                    part.copy_(source[name])
                 return first
             if func._schema.is_mutable:
                 raise TypeError(f"{func}: a weight in NF4 is frozen; only copy_ writes to it")
@@ -270,8 +284,8 @@ def rounded_to_nf4(tensor: Tensor) -> Tensor:
 
 def same_codes(held: Tensor, weight: Tensor) -> bool:
     """Whether a weight in NF4 is that weight, quantized."""
-    other = NF4Tensor.of(weight, held.device)
-    return all(torch.equal(a, b) for a, b in zip(stored_tensors(held), stored_tensors(other), strict=True))
+    assert isinstance(held, NF4Tensor)
+    return all(torch.equal(held.parts[name], part) for name, part in held.quantized_like(weight).items())
 
 
 def allocate_in_nf4(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
@@ -297,6 +311,8 @@ def describe_quantized(model: nn.Module) -> str:
     held = [parameter for parameter in model.parameters() if is_quantized(parameter)]
     stored, dense = sum(map(stored_bytes, held)), sum(p.numel() * p.element_size() for p in held)
     size = f"{human_bytes(stored)} instead of {human_bytes(dense)}"
+    if (ranks := getattr(held[0], "ranks", 1)) > 1:
+        size = f"{human_bytes(stored)} on each of {ranks} processes, {human_bytes(dense)} in full"
     return f"{len(held)} frozen matrices in 4 bits with double quantization: {size}"
 
 

@@ -38,6 +38,7 @@ from bessemer.model.layers import (
 from bessemer.model.mamba import Mamba2, MambaCache, init_mamba
 from bessemer.model.moe import MixtureOfExperts
 from bessemer.model.quantized import is_quantized
+from bessemer.model.virtual_tokens import VirtualTokens, prepend_prompt
 from bessemer.spec.shape import ModelShape
 
 
@@ -88,6 +89,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape, self.dropout = shape, 0.0
         self.chain: LayerChain | None = None
+        self.prompt: VirtualTokens | None = None  # of prompt tuning
         self._table: Tensor | None = None
         self.embedding = Embedding(shape.vocab, shape.width)
         if shape.positions == "learned":
@@ -119,6 +121,14 @@ class Decoder(nn.Module):
         module = self.embedding if self.shape.tied else self.head
         trained: Tensor | None = getattr(module, "active_weight", None)  # of adapters
         return module.weight if trained is None else trained
+
+    @property
+    def virtual(self) -> int:
+        """Virtual tokens before every document: of prompt or prefix tuning."""
+        if self.prompt is not None:
+            return self.prompt.count
+        first: VirtualTokens | None = getattr(getattr(self.blocks[0], "attention", None), "prefix", None)
+        return first.count if first is not None else 0
 
     def new_caches(self) -> list[Cache]:
         return [block.new_cache() for block in self.blocks]  # type: ignore[operator]
@@ -181,7 +191,7 @@ class Decoder(nn.Module):
         def table(rotary: RotaryTable | None) -> Rotary | None:
             if rotary is None:
                 return None
-            cos, sin = rotary.get(S, x_BTW.device, compute_dtype(x_BTW))
+            cos, sin = rotary.get(S + attention_mask.virtual, x_BTW.device, compute_dtype(x_BTW))
             return cos[columns], sin[columns]
 
         return AttentionInputs(attention_mask, table(self.rotary), table(self.local_rotary), bias_1NTS)
@@ -194,7 +204,12 @@ class Decoder(nn.Module):
         attention_mask = attention_mask or AttentionMask()
         attention_mask.configure(self.shape)
         start = caches[0].length if caches else 0
+        attention_mask.virtual = self.virtual
         x_BTW = self.embed(tokens_BT, attention_mask, start, types_BT)
+        prompted = self.prompt is not None and attention_mask.virtual > 0 and not caches
+        if prompted:
+            assert self.prompt is not None
+            x_BTW, attention_mask = prepend_prompt(self.prompt, x_BTW, attention_mask, self)
         inputs = self.attention_inputs(x_BTW, attention_mask, start)
         if self.chain is not None and not caches and self.chain.serves_all(self, x_BTW):
             x_BTW = self.chain.through(self, x_BTW, inputs)
@@ -203,6 +218,8 @@ class Decoder(nn.Module):
                 x_BTW = block(x_BTW, inputs, caches[i] if caches else None)
             if self.shape.norm_place != "post":
                 x_BTW = self.norm(x_BTW)
+        if prompted:
+            x_BTW = x_BTW[:, -tokens_BT.shape[1] :].contiguous()
         return x_BTW if self.transform is None else self.transform(x_BTW)
 
     def equal_on_all_ranks(self, number: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from bessemer.model.families.folder import HfFolder
 from bessemer.model.transformer import Decoder
 from bessemer.spec.shape import ModelShape
 
+INNER = "inner."  # before the names of transformers
 LIMITS = (
     "run by transformers: no tensor or pipeline parallelism, no attention statistics, no dropout, no balance loss for "
     "experts, no extension of positions or vocabulary"
@@ -76,7 +77,8 @@ class WrappedModel(Decoder):
             module = _build_module(json.loads(self.shape.wrapped))
         values = dict(module.named_buffers())
         for name, buffer in self.inner.named_buffers():
-            buffer.copy_(values[name])
+            if name in values:  # not those of adapters
+                buffer.copy_(values[name])
 
     @property
     def body(self) -> nn.Module:
@@ -236,8 +238,8 @@ def read_wrapped(path: str | Path) -> ModelShape:
     )  # fmt: skip
 
 
-def load_wrapped(model: WrappedModel, path: str | Path) -> None:
-    """Load the folder's safetensors into the model and verify it. Needs memory for the weights twice."""
+def load_folder(path: str | Path) -> Any:
+    """The module that transformers loads from a folder's safetensors."""
     HfFolder(path).tensors  # noqa: B018, raises for a pickled or damaged folder
     transformers = _import_transformers()
     try:
@@ -250,8 +252,36 @@ def load_wrapped(model: WrappedModel, path: str | Path) -> None:
     if info["missing_keys"] or info["mismatched_keys"]:
         names = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
         raise UserError(f"{path}: {names[0]!r} is missing or has another shape ({len(names)} in all); download again")
-    model.inner.load_state_dict(loaded.state_dict())
-    model.verify()
+    return loaded
+
+
+class WrappedWeights(Mapping[str, Tensor]):
+    """The parameters of a folder by their names in a wrapped model. Holds the folder's model while it exists."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._tensors = {f"{INNER}{name}": tensor for name, tensor in load_folder(path).state_dict().items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def load_wrapped(model: WrappedModel, path: str | Path) -> None:
+    """Load the folder's safetensors into the model and verify it. Needs memory for the weights twice."""
+    from bessemer.model.adapters import adapters_off, is_part
+
+    loaded = load_folder(path)
+    state = model.inner.state_dict()
+    for name, tensor in loaded.state_dict().items():
+        state.pop(name).copy_(tensor)
+    assert all(map(is_part, state)), f"no tensor of the folder fills {sorted(state)}"
+    with adapters_off(model):
+        model.verify()
 
 
 def wrap(path: str | Path, device: torch.device | str) -> WrappedModel:

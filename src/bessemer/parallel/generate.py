@@ -20,6 +20,7 @@ from bessemer.dtensor import is_dtensor
 from bessemer.errors import UserError
 from bessemer.model.moe import MixtureOfExperts
 from bessemer.model.transformer import Decoder
+from bessemer.parallel.nf4 import ShardedNF4
 from bessemer.parallel.shard import free_gathered_weights
 from bessemer.parallel.world import World
 
@@ -163,6 +164,8 @@ def _plain_class(module: nn.Module, group: Any) -> type[nn.Module]:
 def _local_weight(parameter: nn.Parameter) -> nn.Parameter:
     """In the same memory, except for experts of other ranks, which are gathered."""
     tensor = parameter.data
+    if isinstance(tensor, ShardedNF4):
+        tensor = tensor.gathered()
     if is_dtensor(tensor):
         tensor = tensor.to_local() if tensor.device_mesh.mesh_dim_names == ("tp",) else tensor.full_tensor()
     return nn.Parameter(tensor, requires_grad=False)

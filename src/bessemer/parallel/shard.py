@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from bessemer.dtensor import copy_shard, is_dtensor
 from bessemer.dtensor import local as local
 from bessemer.model.moe import MixtureOfExperts, invert_permutation
-from bessemer.model.quantized import stored_bytes
+from bessemer.model.quantized import is_quantized, stored_bytes
 from bessemer.model.transformer import init_weights, make_module
+from bessemer.parallel.nf4 import ShardedNF4, without_quantized
 from bessemer.parallel.replicas import VerdictHook, replicate_model
 from bessemer.parallel.world import World
 from bessemer.spec.quantity import human_bytes
@@ -113,6 +114,8 @@ def reduce_expert_gradients(model: nn.Module, world: World) -> None:
 
 def shards(tensor: Tensor) -> int:
     """The number of shards of a tensor."""
+    if isinstance(tensor, ShardedNF4):
+        return tensor.ranks
     count = 1
     if is_dtensor(tensor):
         for dimension, placement in enumerate(tensor.placements):
@@ -162,13 +165,13 @@ def shard_or_replicate(
 
 
 def shard_weights(root: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, spec: ShardSpec) -> None:
-    """FSDP2 over groups of layers, and over the rest. Experts that are already sharded are excluded."""
+    """FSDP2 over groups of layers, and over the rest. Experts and weights in NF4 are sharded already."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     reshard = {"auto": None, "always": True, "never": False}[spec.reshard]
     blocks = [block for block in root.blocks if any(True for _ in block.parameters())]
     groups = [blocks[i : i + spec.layers] for i in range(0, len(blocks), spec.layers)]
-    excluded = set(sharded_experts(root))
+    excluded = {*sharded_experts(root), *filter(is_quantized, root.parameters())}
     for group in groups:
         ignored = excluded & {parameter for block in group for parameter in block.parameters()}
         fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored or None)
@@ -202,11 +205,12 @@ def set_gradient_sync(model: nn.Module, now: bool) -> None:
 def init_sharded_weights(model: Any, roots: Sequence[Any], device: torch.device, seed: int, init: str) -> None:
     """Allocate and initialise a model that is on the meta device. Each rank draws the same values as a single process,
     a layer at a time, and keeps its shard: no rank ever holds the full model."""
-    for root in roots or (model,):
-        root.to_empty(device=device)
+    with without_quantized(model):
+        for root in roots or (model,):
+            root.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
-    unfilled = dict(model.named_parameters())
+    unfilled = {name: parameter for name, parameter in model.named_parameters() if not is_quantized(parameter)}
     with torch.device("meta"):
         twin = make_module(model.shape)
     names = [f"blocks.{i}" for i in range(len(twin.blocks))]
@@ -218,7 +222,8 @@ def init_sharded_weights(model: Any, roots: Sequence[Any], device: torch.device,
         part.to_empty(device=device)
         init_weights(twin, seed, init, under=f"{name}.")
         for key, parameter in part.named_parameters():
-            copy_shard(unfilled.pop(f"{name}.{key}"), parameter)
+            if (target := unfilled.pop(f"{name}.{key}", None)) is not None:
+                copy_shard(target, parameter)
         part.to("meta")
     for parameter in unfilled.values():  # of the model itself: the head's bias
         copy_shard(parameter, torch.zeros(parameter.shape, device=device))

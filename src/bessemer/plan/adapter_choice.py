@@ -23,7 +23,7 @@ def choose_adapter(
     processes: int = 1,
 ) -> RunSpec:  # fmt: skip
     """The spec with `adapter: auto` decided; other specs unchanged. A resumed run keeps the decision of its first
-    start. Full and LoRA weights may be divided among the processes, quantized ones are not."""
+    start. Weights may be divided among the processes."""
     if spec.adapter is None or spec.adapter.kind != "auto":
         return spec
     if kind := plan.keep(KEY, "auto", previous):
@@ -32,7 +32,7 @@ def choose_adapter(
     shares_base = any(other.path == BASE for other in spec.models.values())  # needs an adapter to switch off
     sizes: dict[str, int] = {}
     for kind in list(SOURCES)[shares_base:]:
-        divided = processes if kind != "qlora" and spec.parallel.dp_shard in ("auto", processes) else 1
+        divided = processes if spec.parallel.dp_shard in ("auto", processes) else 1
         sizes[kind] = _least_bytes(with_kind(spec, kind), shape, context, machine, previous, divided)
         if sizes[kind] <= limit:
             break

@@ -48,6 +48,7 @@ from bessemer.optim.choose import Schedule, add_groups_to_plan, freeze, optimize
 from bessemer.optim.guarded import Ema
 from bessemer.parallel.context import RingAttention, UlyssesAttention
 from bessemer.parallel.deepspeed import initialize_deepspeed
+from bessemer.parallel.nf4 import divide_in_nf4
 from bessemer.parallel.replicas import zero1_optimizer
 from bessemer.parallel.shard import init_sharded_weights, shard_experts, shard_or_replicate
 from bessemer.parallel.world import World
@@ -218,7 +219,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     later = world.divided or quantized
     model = build_model(parts.shape, "meta" if later else device, spec.seed, spec.model.init, matrices)
     set_dropout(model, spec.dropout.embedding, spec.dropout.attention, spec.dropout.residual)
-    adapt(model, spec, plan, device)
+    adapt(model, spec, plan, device, world)
     if plan.precision in FP8:
         convert_to_fp8(model, plan.precision, device)
     pipeline = parallelize_layers(model, world, spec, parts.stages)
@@ -294,14 +295,18 @@ def spread_heads(model: nn.Module, spec: RunSpec) -> None:
                 weight.mul_(50 * spec.reward.spread / weight.shape[1] ** 0.5)
 
 
-def adapt(model: Decoder, spec: RunSpec, plan: TrainPlan, device: torch.device) -> None:
-    """Adds the run's adapters to a model; with `base: nf4` to one on the meta device, which is allocated."""
+def adapt(model: Decoder, spec: RunSpec, plan: TrainPlan, device: torch.device, world: World | None = None) -> None:
+    """Adds the run's adapters to a model; with `base: nf4` to one on the meta device, which is allocated unless its
+    weights are divided: then only those in NF4 are."""
     if spec.adapter is None:
         return
     assert plan.adapter is not None
     layers = list(linear_layers(model))
     add_adapters(model, with_folder(spec.adapter, model.shape), *plan.adapter)
-    if spec.adapter.base == NF4:
+    if spec.adapter.base == NF4 and world is not None and world.divided:
+        assert world.mesh is not None
+        divide_in_nf4(model, layers, world.mesh["dp_shard"].get_group(), device)
+    elif spec.adapter.base == NF4:
         allocate_in_nf4(model, layers, device)
         init_weights(model, spec.seed, spec.model.init)
 

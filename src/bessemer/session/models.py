@@ -107,7 +107,7 @@ def check_tokenizers(sources: Iterable[ModelSource], tokenizer: Tokenizer) -> No
     for source in sources:
         fix = f"use the model's own: tokenizer: {{path: {source.files.place / 'tokenizer.json'}}}"
         if source.name == "teacher":
-            fix += ", or map its tokens: distill: {top_k: 64, stored: FOLDER}"
+            fix += ", or map its tokens (objective: distill, distill: {top_k: 64, stored: FOLDER})"
         if source.shape.vocab < vocab:
             raise UserError(
                 f"models.{source.name}: its vocabulary of {source.shape.vocab:,} tokens is smaller than the run's "

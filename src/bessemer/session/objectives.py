@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bessemer.align.bradley_terry import BradleyTerry, ScoredTokens
 from bessemer.align.dpo import Dpo
+from bessemer.align.gkd import Gkd
 from bessemer.align.kto import Kto
 from bessemer.align.policy import PolicyGradient
 from bessemer.data.curate.scores.user_function import load_function
@@ -15,7 +16,7 @@ from bessemer.data.stream.teacher import TeacherStore
 from bessemer.data.tokenizer.tokenizer import Tokenizer, hf_prompt_format
 from bessemer.errors import UserError
 from bessemer.session.data import Stream
-from bessemer.spec.rl import RL_OBJECTIVES
+from bessemer.spec.rl import GKD, RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.classify import Classify, label_variance
@@ -57,6 +58,9 @@ OBJECTIVES |= dict.fromkeys(
     lambda spec, stream, tokenizer, shape, context: PolicyGradient(
         spec.objective, spec.rl, spec.optimizer.clip, dropout_seed(spec)
     ),
+)
+OBJECTIVES[GKD] = lambda spec, stream, tokenizer, shape, context: Gkd(
+    spec.distill, spec.optimizer.clip, dropout_seed(spec)
 )
 
 

@@ -28,6 +28,7 @@ from bessemer.guard.judge import LOSS, JudgedNumber
 from bessemer.model.adapters import check_scale, init_adapters, is_part
 from bessemer.model.families.adapter import read_adapter
 from bessemer.model.quantized import check_quantized
+from bessemer.parallel.shard import free_gathered_weights
 from bessemer.plan.decision import Plan
 from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import to_number
@@ -99,6 +100,8 @@ def restore(
         start_adapters(job, spec)
         if source.family is not None:
             set_base(job, "hf_body" if job.engine.model.shape.labels else "hf", source.folder.path)
+        elif spec.adapter is not None:
+            set_base(job, "wrapped", source.folder.path)
     if world.main:
         if damage := repair_lineage(run.folder):
             job.recorder.event("records_repaired", file=f"checkpoints/{LINEAGE}", reason=damage)
@@ -146,6 +149,7 @@ def start_adapters(job: Job, spec: RunSpec) -> None:
     given = read_adapter(adapter.path, model.shape) if adapter.path else None
     with job.engine.optimizer.writable_weights(model):
         init_adapters(model, adapter, adapter.scale(*job.plan.adapter), spec.seed, given)
+    free_gathered_weights(model)
     if job.engine.ema:
         job.engine.ema.restart()
     if given:

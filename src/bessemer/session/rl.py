@@ -1,5 +1,5 @@
-"""What `objective: grpo, rloo, reinforce, ppo, raft` adds to a start: prompts, further models, rewards, rollouts and
-the evaluation on held-out prompts."""
+"""What `objective: grpo, rloo, reinforce, ppo, raft, gkd` adds to a start: prompts, further models, rewards, rollouts
+and the evaluation on held-out prompts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bessemer.align.gkd import AnswerEncoder, GkdHeldOut, GkdMaker
 from bessemer.align.held_out import HeldOutRollouts
 from bessemer.align.prompts import (
     Prompt,
@@ -35,7 +36,7 @@ from bessemer.parallel.world import World
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.mixtures import sources_used
 from bessemer.spec.load import load_spec
-from bessemer.spec.rl import RL_OBJECTIVES
+from bessemer.spec.rl import GKD, RL_OBJECTIVES
 from bessemer.spec.rl_checks import with_companions
 from bessemer.spec.schema import RunSpec
 from bessemer.train.evaluate import HeldOutSet
@@ -147,10 +148,16 @@ def attach_rollouts(
     """What makes the rounds of a run, and its evaluation. Reads files and functions of the rewards."""
     rewards = make_rewards(spec.rl.rewards, device.type)
     sampler = Sampler(data.reader, spec.rl, rewards, plan.context, spec.seed)
-    maker = RolloutMaker(spec.objective, spec.rl, sampler, stream.sources, stream.rounds)
+    distills = spec.objective == GKD
+    maker = (GkdMaker if distills else RolloutMaker)(spec.objective, spec.rl, sampler, stream.sources, stream.rounds)
+    if isinstance(maker, GkdMaker):
+        maker.spec = spec.distill
+        if spec.distill.on_policy < 1:
+            columns = {name: (source.columns or {})["completion"] for name, source in spec.data.sources.items()}
+            maker.answers = AnswerEncoder(data.reader, plan.context, columns).encode(stream.sources)
     prompts = {name: held.rows for name, held in held_out.items() if isinstance(held.rows, PromptRows)}
     verified = tuple(name for name, reward in spec.rl.rewards.items() if reward.verifier and reward.tests == "all")
-    evaluator = HeldOutRollouts(
+    evaluator = (GkdHeldOut if distills else HeldOutRollouts)(
         prompts, plan.evaluate_tokens // plan.context, sampler, stream, verified, plan.micro_rows, plan.precision,
         device, world, folder,
     )  # fmt: skip

@@ -8,6 +8,7 @@ teacher, N predictions, K tokens.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,17 +30,19 @@ from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import Decoder
 from bessemer.parallel.world import World
 from bessemer.session.data import build_stream
-from bessemer.session.models import ModelSource, check_tokenizers, load_frozen, open_models
+from bessemer.session.models import ModelSource, check_tokenizers, load_frozen, open_model, open_models
 from bessemer.session.start import ResolvedRun
 from bessemer.spec.mixture import quantise
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
+from bessemer.storage import write_atomic
 from bessemer.train.compile import compute_in, use_tf32
 from bessemer.train.distill import Distill, chunk_rows, with_rest
 from bessemer.train.trained import prompt_format
 
 SPARE = 1.05  # rows beyond the budget, for those that follow a skip after a rollback
 LEAST_COVERED = 0.5
+SEEN = "seen.json"  # size and time of the teacher's files when its weights were last compared
 SAMPLE_TOKENS = 4096  # trained tokens that decide whether a mapped tokenizer covers enough
 
 Ints = npt.NDArray[np.int64]
@@ -59,9 +62,12 @@ def store_teacher(
     if store is not None:
         _check(spec, store, {"sections": sections_of(splits)}, resolved)
         rows = rows[~store.stored[rows]]
-    if max(world.gather(rows.size)):
+    filled = bool(max(world.gather(rows.size)))
+    if filled:
         store = _fill(spec, resolved, store, rows, world, report)
     assert store is not None
+    if problem := world.agree(_check_teacher(spec, store, filled, report) if world.main else None):
+        raise UserError(problem)
     _record(spec, resolved, store)
     return store
 
@@ -103,6 +109,41 @@ def _check(spec: RunSpec, store: TeacherStore, more: dict[str, Any], resolved: R
     if difference := store.header.difference(wanted | more):
         fix = "name another folder, or delete this one"
         raise UserError(f"distill.stored: {store.folder} was written for other settings ({difference}): {fix}")
+
+
+def _check_teacher(spec: RunSpec, store: TeacherStore, compared: bool, report: Callable[[str], None]) -> str:
+    """Why the teacher at the path of the spec is not the one whose rows are stored; empty if it is, or if no model is
+    there: the store may have been copied here. Its weights are read if its files are not those of the last comparison.
+    `compared`: they were, a moment ago."""
+    other = spec.models["teacher"]
+    if not os.path.exists(os.path.expanduser(other.path)):
+        return ""
+    try:
+        source = open_model("teacher", other)
+        seen, stamp = store.folder / SEEN, _stamp(source)
+        if not compared and seen.exists() and json.loads(seen.read_text()) == stamp:
+            return ""
+        if not compared:
+            report(f"comparing the teacher {source.place} with its stored predictions")
+            if (weights := source.read_fingerprint()) != store.header.weights:
+                return (
+                    f"models.teacher: {source.place} has changed since its predictions were stored in {store.folder} "
+                    f"(fingerprint {weights}, stored {store.header.weights}): put the teacher back, or delete the "
+                    "folder to store those of the new one"
+                )
+        write_atomic(seen, json.dumps(stamp, indent=1))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _stamp(source: ModelSource) -> dict[str, list[int]]:
+    """Size and time of the files that hold a model's weights."""
+    places = {source.files.checkpoint or source.files.place}
+    if source.files.checkpoint is None:
+        places.add(source.files.hf_folder.path)  # an adapter's base
+    files = sorted(file for place in places for file in place.rglob("*") if file.is_file())
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
 
 def _fill(

@@ -19,7 +19,9 @@ from bessemer.spec.shape import ModelShape, parameter_counts
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 AutoRank = Annotated[int, Field(ge=1, le=4096)] | Literal["auto"]
 AutoAlpha = Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"]
-Kind = Literal["auto", "lora", "rslora", "dora", "pissa", "ia3"]
+Kind = Literal["auto", "lora", "rslora", "dora", "pissa", "ia3", "prompt", "prefix"]
+PEFT_KINDS = {"LORA": "lora", "IA3": "ia3", "PROMPT_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
+VIRTUAL = ("prompt", "prefix")
 Base = Literal["full", "nf4"]
 # Of a weight in NF4: 4 bits, its share of the 8-bit scale of 64 weights and of the fp32 scale of 256 such scales.
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
@@ -40,8 +42,9 @@ class AdapterSpec(ShortSection, short="kind"):
     kind: Kind = setting(
         "lora",
         "lora; rslora (scaled by alpha / sqrt(rank)); dora (also trains the length of each row); pissa (starts from "
-        "the largest singular vectors of each matrix); ia3 (factors of keys, values and ffn units); auto: full "
-        "fine-tuning, lora, or lora with base: nf4, the first that fits the memory",
+        "the largest singular vectors of each matrix); ia3 (factors of keys, values and ffn units); prompt (trained "
+        "embeddings before every document) or prefix (trained keys and values in every layer); auto: full fine-tuning, "
+        "lora, or lora with base: nf4, the first that fits the memory",
         "dora",
     )
     base: Base = setting(
@@ -53,6 +56,7 @@ class AdapterSpec(ShortSection, short="kind"):
     rank: AutoRank = setting("auto", "rank of each adapter", 16)
     alpha: AutoAlpha = setting("auto", "the adapter's output is scaled by alpha / rank", 32)
     dropout: float = setting(0.0, "dropout of the adapter's input", 0.05, ge=0, lt=1)
+    virtual_tokens: int = setting(20, "virtual tokens of prompt and prefix", 50, ge=1, le=4096)
     targets: Literal["all-linear"] | list[str] = setting(
         "all-linear",
         "adapted layers: all-linear (of all blocks, without routers), or names, layers and globs",
@@ -92,6 +96,14 @@ class AdapterSpec(ShortSection, short="kind"):
         }  # fmt: skip
         if self.kind == "ia3" and any(of_matrices.values()):
             raise ValueError(f"ia3 trains factors, not matrices: remove {next(k for k, v in of_matrices.items() if v)}")
+        of_layers = of_matrices | {
+            "targets": self.targets != "all-linear",
+            "modules_to_save": bool(self.modules_to_save),
+        }
+        if self.kind in VIRTUAL and (key := next((k for k, v in of_layers.items() if v), None)):
+            raise ValueError(f"{self.kind} trains virtual tokens, no layers: remove {key}")
+        if self.kind not in VIRTUAL and not self.path and self.virtual_tokens != 20:
+            raise ValueError(f"virtual_tokens are those of prompt and prefix, not of {self.kind}: remove them")
         return self
 
     @model_validator(mode="after")
@@ -118,9 +130,13 @@ def read_peft_config(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: is not an adapter's folder (no {ADAPTER_CONFIG})") from None
     except ValueError as error:
         raise UserError(f"{file}: cannot be read as JSON ({error})") from None
-    if not isinstance(config, dict) or config.get("peft_type") not in ("LORA", "IA3"):
+    if not isinstance(config, dict) or config.get("peft_type") not in PEFT_KINDS:
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise UserError(f"{file}: peft_type {kind!r}: only LORA, with or without DoRA and rsLoRA, and IA3 can be read")
+        raise UserError(f"{file}: peft_type {kind!r}: only {', '.join(PEFT_KINDS)} can be read")
+    if PEFT_KINDS[config["peft_type"]] in VIRTUAL and not isinstance(config.get("num_virtual_tokens"), int):
+        raise UserError(f"{file}: has no num_virtual_tokens: save the adapter with PEFT again")
+    if config["peft_type"] == "PREFIX_TUNING" and config.get("prefix_projection") and not config.get("inference_mode"):
+        raise UserError(f"{file}: prefix_projection: the adapter still has its projection: save it with PEFT first")
     if config.get("bias", "none") != "none":
         raise UserError(f"{file}: bias {config['bias']!r}: only adapters without trained biases can be read")
     if str(init := config.get("init_lora_weights")).startswith(_CHANGED_BASE):
@@ -138,10 +154,12 @@ def read_peft(adapter: AdapterSpec) -> AdapterSpec:
     if adapter.path is None:
         return adapter
     config = read_peft_config(adapter.path)
-    if config["peft_type"] == "IA3":
-        if adapter.kind not in ("lora", "ia3"):
-            raise UserError(f"adapter.kind: {adapter.kind} was requested, {adapter.path} holds ia3: write kind: ia3")
-        return adapter.model_copy(update={"kind": "ia3"})
+    if (held := PEFT_KINDS[config["peft_type"]]) != "lora":
+        if adapter.kind not in ("lora", held):
+            problem = f"{adapter.kind} was requested, {adapter.path} holds {held}"
+            raise UserError(f"adapter.kind: {problem}: write kind: {held}")
+        tokens = {"virtual_tokens": int(config["num_virtual_tokens"])} if held in VIRTUAL else {}
+        return adapter.model_copy(update={"kind": held, **tokens})
     kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
     if config.get("use_dora") and config.get("use_rslora"):
         raise UserError(f"adapter.path: {adapter.path} has both use_dora and use_rslora: merge it with PEFT first")

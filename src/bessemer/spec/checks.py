@@ -30,6 +30,12 @@ def check_length(spec: RunSpec) -> Iterator[Problem]:
         yield (("budget", extra), f"the length of the run is set twice, by {lengths[0]} and {extra}: keep one of them")
 
 
+def check_warmup(spec: RunSpec) -> Iterator[Problem]:
+    steps, warmup = spec.budget.steps, spec.schedule.warmup
+    if steps is not None and isinstance(warmup, int) and warmup >= steps:
+        yield ("schedule", "warmup"), f"{warmup:,} steps are the whole run of {steps:,}: write 2%"
+
+
 def check_model_complete(spec: RunSpec) -> Iterator[Problem]:
     model = spec.model
     missing = [key for key in ("width", "layers", "heads") if getattr(model, key) is None]
@@ -362,6 +368,7 @@ def check_memory(spec: RunSpec) -> Iterator[Problem]:
 
 CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ...] = (
     (check_length, ("budget.tokens", "budget.steps", "budget.epochs")),
+    (check_warmup, ("budget.steps", "schedule.warmup")),
     (check_model_complete, ("model",)),
     (check_heads, ("model",)),
     (check_shape, ("model",)),

@@ -96,6 +96,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "adapter.targets": ("lora_target lora_target_modules lora_target_linear target_modules", ""),
     "adapter.modules_to_save": ("lora_modules_to_save", ""),
     "adapter.lr_ratio": ("loraplus_lr_ratio", ""),
+    "adapter.virtual_tokens": ("num_virtual_tokens", ""),
+    "distill.on_policy": ("lmbda", ""),
     "adapter.path": ("lora_model_dir adapter_name_or_path", ""),
     "schedule.kind": ("lr_scheduler_type lr_scheduler lr_scheduler_kwargs scheduler decay_lr decay_type", ""),
     "schedule.warmup": ("warmup_ratio warmup_steps warmup_iters lr_warmup_iters lr_warmup_fraction", ""),
@@ -192,6 +194,7 @@ _WITH_OBJECTIVE = {
     ("dpo", "label_smoothing"): "dpo.smoothing",
     ("dpo", "gamma"): "dpo.margin",
     ("kto", "loss_type"): "kto.loss",
+    ("gkd", "beta"): "distill.beta",
 }
 # The names of TRL's GRPO and RLOO trainers.
 _OF_RL = {
@@ -229,7 +232,7 @@ def our_key(name: str, objective: str = "") -> str | None:
     """Bessemer's dotted key for the key `name` of another tool."""
     name = name.lower().replace("-", "_")
     of_rl = _OF_RL.get(name) if objective in ("rl", *RL_OBJECTIVES) else None
-    return of_rl or _WITH_OBJECTIVE.get((objective, name)) or _OUR_KEYS.get(name)
+    return _WITH_OBJECTIVE.get((objective, name)) or of_rl or _OUR_KEYS.get(name)
 
 
 def note_on(name: str, key: str) -> str:

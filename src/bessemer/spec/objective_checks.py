@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from bessemer.spec.adapter import VIRTUAL
 from bessemer.spec.data import NoiseSpec, SourceSpec
 from bessemer.spec.distill import DistillSpec
 from bessemer.spec.document import KeyPath
 from bessemer.spec.model import BASE, ObjectiveSpec
 from bessemer.spec.preference import PREFERENCES, DpoSpec, KtoSpec
 from bessemer.spec.reward_model import RewardModelSpec
-from bessemer.spec.rl import RL_OBJECTIVES
+from bessemer.spec.rl import GKD, RL_OBJECTIVES
 from bessemer.spec.rl_checks import check_prompt_columns, check_rl
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 
@@ -66,11 +67,17 @@ def check_sft(spec: RunSpec) -> Iterator[Problem]:
 
 
 def check_distill(spec: RunSpec) -> Iterator[Problem]:
-    if spec.objective != "distill":
+    if spec.objective not in ("distill", GKD):
         if spec.distill != DistillSpec():
             problem = f"has no effect with objective: {spec.objective}"
             yield ("distill",), f"{problem}: write objective: distill, or remove it"
         return
+    if spec.distill.loss != "js" and spec.distill.beta != 0.5:
+        yield ("distill", "beta"), f"is of loss: js, not of {spec.distill.loss}: write loss: js, or remove it"
+    if spec.objective == "distill" and spec.distill.on_policy != 1:
+        yield ("distill", "on_policy"), "the student answers prompts with objective: gkd: write it, or remove this"
+    if spec.objective == GKD and spec.distill.stored:
+        yield ("distill", "stored"), "the teacher reads answers that are new in each round: remove it"
     if "teacher" not in spec.models:
         yield ("models",), "distillation needs a teacher: write models: {teacher: runs/large}"
     elif spec.models["teacher"].train:
@@ -165,20 +172,29 @@ def check_adapter(spec: RunSpec) -> Iterator[Problem]:
     if spec.model.hf is None and spec.start_from is None:
         yield ("adapter",), "needs trained weights to adapt: write model: {hf: FOLDER}, or start_from"
     if spec.model.wrap:
-        yield ("adapter",), "adapts native models, and this one is run by transformers: remove model.wrap, or this"
+        native = {"kind": spec.adapter.kind in ("ia3", *VIRTUAL), "base": spec.adapter.base == "nf4",
+                  "modules_to_save": bool(spec.adapter.modules_to_save)}  # fmt: skip
+        for key in (key for key, is_set in native.items() if is_set):
+            yield ("adapter", key), "is for native models, and this one is run by transformers: remove it"
     for key, value in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
         if value > 1:
             yield ("parallel", key), "adapters are trained with dp_replicate, dp_shard and cp: write 1"
     if parallel.engine == "deepspeed":
         yield ("parallel", "engine"), "adapters are trained by torch's engine: write engine: torch"
+    if spec.adapter.kind in VIRTUAL and parallel.cp > 1:
+        yield ("parallel", "cp"), f"the virtual tokens of {spec.adapter.kind} have no column: write 1"
+    if spec.adapter.kind == "prompt" and spec.objective == "dpo" and spec.dpo.share_prefix is not False:
+        yield ("dpo", "share_prefix"), "rows of a prompt's virtual tokens have no further branches: write false"
     if spec.precision.startswith("fp8"):
         yield ("precision",), f"{spec.precision} converts the layers that are adapted: write bf16"
     if spec.adapter.base == "nf4":
-        for key, degree in (("dp_shard", parallel.dp_shard), ("cp", parallel.cp)):
-            if degree not in ("auto", 1):
-                yield ("parallel", key), "weights in NF4 are not divided: write 1, and dp_replicate for more processes"
+        if parallel.cp > 1:
+            yield (
+                ("parallel", "cp"),
+                "weights in NF4 are divided by dp_shard only: write 1, and dp_shard or dp_replicate",
+            )
         if parallel.shard.alone:
-            yield ("parallel", "shard", "alone"), "weights in NF4 are not divided: write false"
+            yield ("parallel", "shard", "alone"), "weights in NF4 are divided among several processes: write false"
 
 
 OBJECTIVE_CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ...] = (

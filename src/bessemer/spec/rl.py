@@ -1,5 +1,5 @@
 """The rl section: rollouts, rewards, advantages and the policy-gradient loss of `objective: grpo, rloo, reinforce, ppo,
-raft`."""
+raft`, and the rollouts of `gkd`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pydantic import Field
 from bessemer.spec.quantity import SpecSection, section, setting
 from bessemer.spec.rewards import Rewards
 
-RL_OBJECTIVES = ("grpo", "rloo", "reinforce", "ppo", "raft")
+GKD = "gkd"  # on-policy distillation: rollouts without advantages
+RL_OBJECTIVES = ("grpo", "rloo", "reinforce", "ppo", "raft", GKD)
 REFERENCE, CRITIC = "reference", "critic"  # names of further models
 PolicyLossName = Literal["auto", "clip", "gspo", "rloo", "reinforce", "cispo", "sapo", "vespo"]
 AdvantageName = Literal["auto", "group_std", "group", "batch_std", "rloo", "global", "global_baseline", "gae"]
@@ -22,6 +23,7 @@ DEFAULTS = {
     "reinforce": ("clip", "global", "token"),
     "ppo": ("clip", "gae", "token"),
     "raft": ("reinforce", "auto", "token"),
+    GKD: ("auto", "auto", "token"),
 }
 # Arrays of a round with a number for each answer token.
 OLD, GENERATOR, REF, VALUES, RETURNS, ADVANTAGES = (
@@ -89,7 +91,7 @@ class RlSpec(SpecSection):
     `minibatches * epochs` steps."""
 
     prompts: int = setting(32, "prompts of a round", 32, ge=1, le=1_000_000)
-    samples: int = setting(8, "answers to each prompt", 8, ge=1, le=1024)
+    samples: int = setting(8, "answers to each prompt (gkd: 1)", 8, ge=1, le=1024)
     max_tokens: int = setting(256, "longest answer, in tokens", 256, ge=1, le=10**7)
     temperature: float = setting(1.0, "sampling temperature; the loss uses the same distribution", 1.0, gt=0, le=100)
     top_p: float = setting(1.0, "sample from the most likely tokens with this sum of probabilities", 0.95, gt=0, le=1)
@@ -162,6 +164,8 @@ class RlSpec(SpecSection):
 
     def scored_arrays(self, objective: str) -> tuple[str, ...]:
         """What a round needs besides the generator's own numbers, by passes without gradients."""
+        if objective == GKD:
+            return ()
         controlled = self.kl_in_reward(objective) or self.kl.target is not None or self.kl.limit is not None
         names = [OLD] if self.round_steps > 1 or controlled or objective == "ppo" else []
         names += [REF] if self.kl.needs_reference else []
@@ -169,5 +173,7 @@ class RlSpec(SpecSection):
 
     def arrays(self, objective: str) -> tuple[str, ...]:
         """The arrays of a round that batches carry."""
+        if objective == GKD:
+            return ()
         returns = (RETURNS,) if objective == "ppo" else ()
         return (GENERATOR, *self.scored_arrays(objective), ADVANTAGES, *returns)

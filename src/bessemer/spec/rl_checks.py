@@ -1,4 +1,4 @@
-"""Checks of settings that cannot work with `objective: grpo, rloo, reinforce, ppo, raft`."""
+"""Checks of settings that cannot work with `objective: grpo, rloo, reinforce, ppo, raft, gkd`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from bessemer.errors import UserError
 from bessemer.spec.data import CurriculumSpec, NoiseSpec
 from bessemer.spec.document import KeyPath
 from bessemer.spec.model import BASE, ObjectiveSpec, OtherModelSpec
-from bessemer.spec.rl import CRITIC, REFERENCE, RL_OBJECTIVES, RlSpec
+from bessemer.spec.rl import CRITIC, GKD, REFERENCE, RL_OBJECTIVES, RlSpec
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 
 Problem = tuple[KeyPath, str]
+# The keys of `rl` that on-policy distillation has a use for; rewards are logged.
+OF_ROLLOUTS = (
+    "prompts", "samples", "max_tokens", "temperature", "top_p", "top_k", "minibatches", "epochs", "rewards",
+    "mask_truncated", "held_out_temperature", "slots", "keep",
+)  # fmt: skip
 
 
 def check_prompt_columns(spec: RunSpec) -> Iterator[Problem]:
@@ -23,7 +28,8 @@ def check_prompt_columns(spec: RunSpec) -> Iterator[Problem]:
                 ("data", "sources", name, "columns"),
                 "a prompt needs completion, both chosen and rejected, or answers",
             )
-        if spec.objective in RL_OBJECTIVES and (others := [role for role in columns if role != "prompt"]):
+        known = ("prompt", "completion") if spec.objective == GKD else ("prompt",)
+        if spec.objective in RL_OBJECTIVES and (others := [role for role in columns if role not in known]):
             problem = f"{others[0]} has no use: every column of a row is passed to the rewards by its name"
             yield ("data", "sources", name, "columns"), f"{problem}; name only the prompt's"
 
@@ -51,14 +57,41 @@ def check_rl(spec: RunSpec) -> Iterator[Problem]:
         if rl != RlSpec():
             yield ("rl",), f"has no effect with objective: {spec.objective}: write objective: grpo, or remove it"
         return
+    yield from _check_gkd(spec) if spec.objective == GKD else _check_rewards(spec)
+    if rl.prompts % rl.round_steps:
+        divide = f"minibatches x epochs = {rl.round_steps}"
+        yield ("rl", "prompts"), f"{rl.prompts} prompts are not a multiple of {divide}: change one of them"
+    context = spec.data.context
+    if context != "auto" and context <= rl.max_tokens:
+        yield ("data", "context"), f"{context} tokens hold no prompt beside rl.max_tokens ({rl.max_tokens}): raise it"
+    yield from _check_rest(spec)
+
+
+def _check_gkd(spec: RunSpec) -> Iterator[Problem]:
+    """On-policy distillation: rollouts that are compared with a teacher, and not rewarded."""
+    rl = spec.rl
+    for key in rl.model_dump(exclude_defaults=True):
+        if key not in OF_ROLLOUTS:
+            yield ("rl", key), "has no effect with objective: gkd, which compares answers with a teacher: remove it"
+    if spec.distill.on_policy == 1:
+        return
+    if rl.samples > 1:
+        yield ("rl", "samples"), "the data has one answer to a prompt: write samples: 1, or distill: {on_policy: 100%}"
+    for name, source in spec.data.sources.items():
+        if "completion" not in (source.columns or {}):
+            fix = "columns: {prompt: question, completion: answer}"
+            problem = f"distill.on_policy below 100% needs answers: name their column, such as {fix}"
+            yield ("data", "sources", name), problem
+
+
+def _check_rewards(spec: RunSpec) -> Iterator[Problem]:
+    """Rewards, advantages and losses of reinforcement learning."""
+    rl = spec.rl
     if not rl.rewards:
         yield (
             ("rl", "rewards"),
             "no reward: write for example rewards: {right: {verifier: exact}}, or {own: rewards.py:f}",
         )
-    if rl.prompts % rl.round_steps:
-        divide = f"minibatches x epochs = {rl.round_steps}"
-        yield ("rl", "prompts"), f"{rl.prompts} prompts are not a multiple of {divide}: change one of them"
     loss, advantage, _ = rl.resolved(spec.objective)
     if (advantage == "gae") != (spec.objective == "ppo"):
         yield ("rl", "advantage"), "gae needs the critic of objective: ppo, which has no other advantage: remove this"
@@ -74,10 +107,6 @@ def check_rl(spec: RunSpec) -> Iterator[Problem]:
         yield ("rl", "raft", "top"), f"{rl.raft.top} exceeds the {rl.samples} answers to a prompt: lower it"
     if loss == "reinforce" and rl.round_steps > 1 and spec.objective != "raft":
         yield ("rl", "loss"), "reinforce is right for one step only: write loss: clip, or minibatches: 1 and epochs: 1"
-    context = spec.data.context
-    if context != "auto" and context <= rl.max_tokens:
-        yield ("data", "context"), f"{context} tokens hold no prompt beside rl.max_tokens ({rl.max_tokens}): raise it"
-    yield from _check_rest(spec)
 
 
 def _check_rest(spec: RunSpec) -> Iterator[Problem]:
@@ -109,6 +138,8 @@ def _check_rest(spec: RunSpec) -> Iterator[Problem]:
     if spec.model.causal is False:
         yield ("model",), "answers need a model that predicts the next token: a causal decoder"
     for name, other in spec.models.items():
+        if (name, spec.objective) == ("teacher", GKD):
+            continue
         if name not in (REFERENCE, CRITIC) or (name == "critic" and spec.objective != "ppo"):
             yield ("models", name), f"objective: {spec.objective} uses no model of this name: remove it"
         elif name == "reference" and (other.train or other.head == "score"):

@@ -46,7 +46,7 @@ from bessemer.spec.quantity import (
     setting,
 )
 from bessemer.spec.reward_model import RewardModelSpec
-from bessemer.spec.rl import RL_OBJECTIVES, RlSpec
+from bessemer.spec.rl import GKD, RL_OBJECTIVES, RlSpec
 from bessemer.spec.text_steps import StepSpec
 
 
@@ -248,7 +248,7 @@ class RunSpec(SpecSection):
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
         "pretrain",
-        "pretrain, sft, classify, distill, dpo, kto, reward, grpo, rloo, reinforce, ppo, raft, or your own class: "
+        "pretrain, sft, classify, distill, gkd, dpo, kto, reward, grpo, rloo, reinforce, ppo, raft, or your own class: "
         "path/to/file.py:Class or module:Class; {dpo: {loss: ipo}} is short for the objective and its section",
         "sft",
     )
@@ -256,11 +256,13 @@ class RunSpec(SpecSection):
         None, "with objective: classify: what is classified", {"labels": ["negative", "positive"]}
     )
     sft: SftSpec | None = setting(None, "with objective: sft: its settings", {"neftune": 5.0})
-    distill: DistillSpec = section(DistillSpec, "with objective: distill: how the teacher is compared")
+    distill: DistillSpec = section(DistillSpec, "with objective: distill or gkd: how the teacher is compared")
     dpo: DpoSpec = section(DpoSpec, "with objective: dpo: the loss of pairs")
     kto: KtoSpec = section(KtoSpec, "with objective: kto: the loss of answers with labels")
     reward: RewardModelSpec = section(RewardModelSpec, "with objective: reward: the reward model")
-    rl: RlSpec = section(RlSpec, "with objective: grpo, rloo, reinforce, ppo or raft: rollouts and rewards")
+    rl: RlSpec = section(
+        RlSpec, "with objective: grpo, rloo, reinforce, ppo or raft: rollouts and rewards; gkd: rollouts"
+    )
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}
@@ -313,13 +315,21 @@ class RunSpec(SpecSection):
 
     @model_validator(mode="before")
     @classmethod
+    def _sample_once(cls, value: Any) -> Any:
+        """On-policy distillation has one answer to a prompt: the usual eight are for comparisons."""
+        if isinstance(value, dict) and value.get("objective") == GKD and isinstance(rl := value.get("rl", {}), dict):
+            return {**value, "rl": {"samples": 1, **rl}}
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
     def _expand_objective(cls, value: Any) -> Any:
         """`objective: {dpo: {loss: ipo}}` is `objective: dpo` and `dpo: {loss: ipo}`; grpo and its kin have `rl`."""
         objective = value.get("objective") if isinstance(value, dict) else None
         if not isinstance(objective, dict) or len(objective) != 1:
             return value
         [(name, section)] = objective.items()
-        key = "rl" if name in RL_OBJECTIVES else name
+        key = "distill" if name == GKD else "rl" if name in RL_OBJECTIVES else name
         expands = name in OBJECTIVES[1:] and key not in value
         return {**value, "objective": name, key: section} if expands else value
 

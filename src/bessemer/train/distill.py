@@ -140,14 +140,19 @@ def divergence(teacher_CV: Tensor, student_CV: Tensor, spec: DistillSpec) -> Ten
 
 
 def _compare(log_p_CK: Tensor, log_q_CK: Tensor, spec: DistillSpec) -> Tensor:
-    if spec.loss == "forward":
+    if spec.loss == "forward" or (spec.loss == "js" and spec.beta == 0):
         value_C = _kl(log_p_CK, log_q_CK)
-    elif spec.loss == "reverse":
+    elif spec.loss == "reverse" or spec.beta == 1:
         value_C = _kl(log_q_CK, log_p_CK)
     else:
-        log_m_CK = torch.logaddexp(log_p_CK, log_q_CK) - math.log(2)
-        value_C = 0.5 * (_kl(log_p_CK, log_m_CK) + _kl(log_q_CK, log_m_CK))
+        value_C = _generalised_js(log_p_CK, log_q_CK, spec.beta)
     return value_C * spec.temperature**2
+
+
+def _generalised_js(log_p_CK: Tensor, log_q_CK: Tensor, beta: float) -> Tensor:
+    """beta KL(P | M) + (1 - beta) KL(Q | M) with M = beta P + (1 - beta) Q (Agarwal et al. 2024, equation 1)."""
+    log_m_CK = torch.logaddexp(log_p_CK + math.log(beta), log_q_CK + math.log1p(-beta))
+    return beta * _kl(log_p_CK, log_m_CK) + (1 - beta) * _kl(log_q_CK, log_m_CK)
 
 
 def _kl(log_p_CK: Tensor, log_q_CK: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ class Objective:
         """The last hidden states of a further model for the same tokens; without gradients if it is frozen. Call it
         after the run's own model, as `element_losses` does; `self.logits(self.models[name], ...)` applies its head."""
         model = self.models[name]
-        mask = replace(inputs.attention_mask, _masks={}, _tiles={}, _starts=None)  # its windows may differ
+        mask = replace(inputs.attention_mask, _masks={}, _tiles={}, _starts=None, virtual=0)  # its windows may differ
         trained = any(parameter.requires_grad for parameter in model.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
             hidden_BTW: Tensor = model(inputs.tokens_BT, mask, **inputs.more)

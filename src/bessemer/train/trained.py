@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bessemer.checkpoint.base import CheckpointWeights
 from bessemer.checkpoint.lineage import read_tags
@@ -19,14 +21,15 @@ from bessemer.data.prepare import chat_template
 from bessemer.data.tokenizer.chat import Message, message_text, prompt_ids, read_template, turn_end_ids
 from bessemer.data.tokenizer.tokenizer import PromptFormat, Tokenizer, end_token, hf_prompt_format, native_prompt_format
 from bessemer.errors import UserError
-from bessemer.model.adapters import MergedWeights
+from bessemer.model.adapters import MergedWeights, merge
 from bessemer.model.classifier import read_model
-from bessemer.model.families.adapter import AdapterFolder
+from bessemer.model.families.adapter import AdapterFolder, VirtualFolder, is_virtual, read_adapter
 from bessemer.model.families.folder import HfFolder, find_origin, load_weights
 from bessemer.model.families.registry import needs_wrap
 from bessemer.model.generate import Generator, Request, Sampling
 from bessemer.model.generate.speculate import Drafter
 from bessemer.model.transformer import Decoder, make_module
+from bessemer.model.virtual_tokens import VIRTUAL, load_virtual
 from bessemer.model.wrapped import wrap
 from bessemer.run.directory import Run
 from bessemer.spec.adapter import ADAPTER_CONFIG
@@ -160,7 +163,9 @@ class ModelFiles:
 
     @property
     def hf_folder(self) -> HfFolder:
-        return AdapterFolder(self.place) if os.path.exists(self.place / ADAPTER_CONFIG) else HfFolder(self.place)
+        if not os.path.exists(self.place / ADAPTER_CONFIG):
+            return HfFolder(self.place)
+        return VirtualFolder(self.place) if is_virtual(self.place) else AdapterFolder(self.place)
 
 
 def find_model(folder: str | Path, which: str = "last") -> ModelFiles:
@@ -190,15 +195,19 @@ def load_model(folder: str | Path, which: str = "last", device: str = "auto") ->
         return _load_folder(files.hf_folder, target)
     description = json.loads((path / "model.json").read_text())
     model = _empty(files.shape, target)
+    saved = CheckpointWeights(files.checkpoint)
+    if virtual := {name: saved[name] for name in saved if name.endswith(f".{VIRTUAL}")}:
+        load_virtual(model, virtual)
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     try:
         CheckpointStore(files.checkpoint.parent).load(files.checkpoint, state)
     except DamagedCheckpoint as error:
         raise UserError(f"{error}; choose another with --checkpoint") from None
-    merged = MergedWeights(CheckpointWeights(files.checkpoint))
-    for name in (f"{module}.{part}" for module in merged.adapted for part in ("weight", "bias")):
-        if f"{MODEL}{name}" in state:
-            state[f"{MODEL}{name}"].copy_(merged[name])
+    if not virtual:
+        merged = MergedWeights(saved)
+        for name in (f"{module}.{part}" for module in merged.adapted for part in ("weight", "bias")):
+            if f"{MODEL}{name}" in state:
+                state[f"{MODEL}{name}"].copy_(merged[name])
     if not os.path.exists(path / "tokenizer.json"):
         raise UserError(f"{path}: has no tokenizer.json to read a prompt with")
     tokenizer = Tokenizer.load(path / "tokenizer.json", description["eos"] or None)
@@ -238,14 +247,31 @@ def _load_folder(folder: HfFolder, device: torch.device) -> LoadedModel:
     model: Decoder
     if needs_wrap(folder.config):
         model = wrap(path, device)
+        if isinstance(folder, VirtualFolder):
+            raise UserError(
+                f"{folder.adapter_path}: virtual tokens need a model with a native family, and {path} has none"
+            )
+        if isinstance(folder, AdapterFolder):
+            _merge_into(model, read_adapter(folder.adapter.path, model.shape))
     else:
         family, shape = read_model(folder.config)
         model = _empty(shape, device)
         load_weights(model, folder, family)
+        if isinstance(folder, VirtualFolder):
+            load_virtual(model, read_adapter(folder.adapter_path, shape))
     tokenizer = Tokenizer.load(path, end_token(path))
     return LoadedModel(
         model.eval(), tokenizer, prompt_format(path, tokenizer), _folder_template(path), _context(model, path)
     )
+
+
+@torch.no_grad()
+def _merge_into(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Merges an adapter, by native names, into the weights of a model."""
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+        parts = {name.rpartition(".")[2]: t for name, t in tensors.items() if name.rpartition(".")[0] == module}
+        weight: Any = model.get_submodule(module).weight
+        weight.copy_(merge(module, weight, parts))
 
 
 def run_template(path: Path, tokenizer: Tokenizer) -> str | None:

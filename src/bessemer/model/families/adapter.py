@@ -24,6 +24,8 @@ from bessemer.model.adapters import merge
 from bessemer.model.classifier import without_head
 from bessemer.model.families.folder import HfFolder, read_header, read_tensor
 from bessemer.model.families.registry import Family, WeightMapping, families_for
+from bessemer.model.virtual_tokens import PEFT_TENSOR, PEFT_TYPES, from_peft
+from bessemer.model.wrapped import INNER
 from bessemer.spec.adapter import ADAPTER_CONFIG as ADAPTER_CONFIG
 from bessemer.spec.adapter import ADAPTER_WEIGHTS, AdapterSpec, read_peft, read_peft_config
 from bessemer.spec.shape import ModelShape
@@ -33,6 +35,20 @@ _FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_A|lora_B|lora_magnitude_ve
 _SAVED = re.compile(r"base_model\.model\.(.+?)(?:\.modules_to_save(?:\.default)?)?\.weight")
 _VECTOR = re.compile(r"base_model\.model\.(.+)\.ia3_l(?:\.default)?")
 _PARTS = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "magnitude"}
+
+
+def is_virtual(path: str | Path) -> bool:
+    """Whether a folder holds virtual tokens, which no weight can be merged with."""
+    return read_peft_config(path)["peft_type"] in PEFT_TYPES.values()
+
+
+def _read_virtual(path: str | Path, shape: ModelShape) -> dict[str, Tensor]:
+    """The virtual tokens of a folder by native names."""
+    place = Path(path).expanduser()
+    header = read_header(place / ADAPTER_WEIGHTS)
+    if set(header) != {PEFT_TENSOR}:
+        raise UserError(f"{path}: holds {', '.join(sorted(header))}, not only {PEFT_TENSOR}")
+    return from_peft(read_peft_config(path), {PEFT_TENSOR: read_tensor(place, header[PEFT_TENSOR], PEFT_TENSOR)}, shape)
 
 
 class PeftFolder:
@@ -77,19 +93,33 @@ class PeftFolder:
         return float(alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
 
 
+def _base_of(path: str | Path, config: Mapping[str, Any]) -> str:
+    base = str(config.get("base_model_name_or_path") or "")
+    if not (Path(base) / "config.json").is_file():
+        raise UserError(f"{path}: its base model {base!r} is no folder here; correct base_model_name_or_path")
+    return base
+
+
+class VirtualFolder(HfFolder):
+    """The base of a folder with virtual tokens, which `read_adapter` reads."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.adapter_path = Path(path)
+        super().__init__(_base_of(path, read_peft_config(path)))
+
+
 class AdapterFolder(HfFolder):
     """`read` adds scale * B A to the weights that the adapter changes."""
 
     def __init__(self, path: str | Path) -> None:
+        if is_virtual(path):
+            raise UserError(f"{path}: virtual tokens cannot be merged into weights: generate with the folder itself")
         self.adapter = PeftFolder(path)
-        base = str(self.adapter.config.get("base_model_name_or_path") or "")
-        if not (Path(base) / "config.json").is_file():
-            raise UserError(f"{path}: its base model {base!r} is no folder here; correct base_model_name_or_path")
-        super().__init__(base)
+        super().__init__(_base_of(path, self.adapter.config))
         changed = [*self.adapter.factors, *self.adapter.saved, *self.adapter.vectors]
         if unknown := sorted(module for module in changed if f"{module}.weight" not in self.tensors):
             raise UserError(
-                f"{path}: the base model {base} has no {unknown[0]}.weight: the adapter is for another model"
+                f"{path}: the base model {self.path} has no {unknown[0]}.weight: the adapter is for another model"
             )
 
     def read(self, name: str) -> Tensor:
@@ -118,7 +148,11 @@ class AdapterFolder(HfFolder):
 
 def read_adapter(path: str | Path, shape: ModelShape) -> dict[str, Tensor]:
     """The tensors of an adapter by native names, for a model of that shape."""
+    if is_virtual(path):
+        return _read_virtual(path, shape)
     folder = PeftFolder(path)
+    if shape.wrapped:
+        return _wrapped_parts(folder)
     modules = {*folder.factors, *folder.saved, *folder.vectors}
     for family in families_for(without_head(shape) if shape.labels else shape):
         mappings = {mapping.hf_names[0].removesuffix(".weight"): mapping for mapping in _matrices(family, shape)}
@@ -127,10 +161,18 @@ def read_adapter(path: str | Path, shape: ModelShape) -> dict[str, Tensor]:
     raise UserError(f"adapter.path: {path} adapts {min(modules)}, which this model does not have: use its own base")
 
 
+def _wrapped_parts(folder: PeftFolder) -> dict[str, Tensor]:
+    """For a model that transformers runs: the names are its own."""
+    if other := sorted({*folder.saved, *folder.vectors}) or folder.config.get("fan_in_fan_out"):
+        what = other[0] if isinstance(other, list) else "fan_in_fan_out"
+        raise UserError(f"adapter.path: {folder.path}: {what}: only matrices of linear layers are read for model.wrap")
+    return {f"{INNER}{module}.{part}": t for module in folder.factors for part, t in folder.parts(module).items()}
+
+
 def with_folder(adapter: AdapterSpec, shape: ModelShape) -> AdapterSpec:
     """The section with all settings of the folder that it names, its layers by their native names."""
-    if adapter.path is None:
-        return adapter
+    if adapter.path is None or is_virtual(adapter.path):
+        return read_peft(adapter)
     names = read_adapter(adapter.path, shape)
     layers = [name.rpartition(".")[0] for name in names if name.endswith((".lora_a", ".ia3_in", ".ia3_out"))]
     saved = [name.removesuffix(".trained") for name in names if name.endswith(".trained")]
@@ -193,6 +235,13 @@ def ia3_files(
         "init_ia3_weights": True, "modules_to_save": None,
     }  # fmt: skip
     return config, {f"{PREFIX}{module}.ia3_l": vector.contiguous() for module, vector in vectors.items()}
+
+
+def wrapped_files(
+    tensors: Mapping[str, Tensor], shape: ModelShape, base: str, dropout: float, rslora: bool
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """adapter_config.json and adapter_model.safetensors of a model that transformers runs."""
+    return _WrappedAdapter(tensors, shape, None, rslora).files(base, dropout)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -290,3 +339,27 @@ class PeftAdapter:
             return a, b
         initial_a, initial_b = self.tensors[f"{layer}.initial_a"], self.tensors[f"{layer}.initial_b"]
         return torch.cat((a, initial_a)), torch.cat((b, -initial_b), dim=1)
+
+
+class _WrappedAdapter(PeftAdapter):
+    """Each matrix is one of PEFT's."""
+
+    @cached_property
+    def modules(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            layer.removeprefix(INNER): self._parts(layer)
+            for layer in (name.removesuffix(".lora_a") for name in self.tensors if name.endswith(".lora_a"))
+        }
+
+    @cached_property
+    def saved(self) -> dict[str, Tensor]:
+        return {}
+
+    def _targets(self) -> list[str]:
+        return list(self.modules)
+
+    def _parts(self, layer: str) -> dict[str, Tensor]:
+        a, b = self._pair(layer)
+        own = {part: self.tensors[f"{layer}.{part}"] for part in ("lora_scale", "magnitude") if f"{layer}.{part}" in
+               self.tensors}  # fmt: skip
+        return {"lora_a": a, "lora_b": b, "turned": torch.tensor(False), **own}

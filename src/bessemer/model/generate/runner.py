@@ -23,6 +23,7 @@ from bessemer.model.generate.compiled import CompiledDecoding, can_compile
 from bessemer.model.generate.sampling import SamplingBatch
 from bessemer.model.generate.single_row import SingleRowDecoding, can_fuse
 from bessemer.model.transformer import Decoder
+from bessemer.model.virtual_tokens import cache_prompt
 
 SPARE = 32  # positions of a slot behind its last: for drafts, and for a token that is computed after a row has ended
 START = 0  # the token that T5's decoder starts with: its padding
@@ -100,8 +101,9 @@ class SlotRunner:
         shape = model.shape
         self.encodes, on_gpu = isinstance(model, EncoderDecoder), self.device.type == "cuda"
         half = model.head_weight.element_size() == 2
-        self.packs = on_gpu and not self.encodes and not self.caches.has_states
-        self.stacks = not on_gpu and not self.encodes and not self.caches.has_states
+        cache_prompt(model)
+        plain_rows = not self.encodes and not self.caches.has_states and not model.virtual
+        self.packs, self.stacks = on_gpu and plain_rows, not on_gpu and plain_rows
         plain = shape.positions in ("rope", "learned", "none") and not shape.blocks[0] and not shape.global_tokens
         self.direct = self.packs and half and plain and shape.mla is None
         self.captures = self.packs and plain and not model.lockstep  # collectives in a graph are untested

@@ -19,6 +19,7 @@ USES: dict[str, Use] = {
 RSLORA = "Kalajdzievski 2023, rsLoRA"
 PISSA = "Meng et al. 2024, PiSSA"
 IA3, IA3_RATE = "Liu et al. 2022, IA3", 3e-3
+RATES, VIRTUAL_RATE = {"prompt": 3e-2, "prefix": 1e-2}, "PEFT's examples"
 
 
 def decide_adapter(
@@ -28,7 +29,7 @@ def decide_adapter(
     if spec.adapter is None:
         return None
     adapter, key = read_peft(spec.adapter), "adapter.rank"
-    if adapter.kind == "ia3":  # has neither
+    if adapter.kind in ("ia3", *RATES):  # have neither
         return 1, 1.0
     recipe = lora(shape, USES.get(spec.objective, "instructions"), 0.0, learnt_tokens)
     recipe = _fit(recipe, shape) if adapter.kind == "pissa" else recipe
@@ -62,5 +63,7 @@ def adapter_rate(spec: RunSpec, rate: float, reason: str, source: str) -> tuple[
         return rate, f"{reason}; pissa takes the rate of full training", f"{source}; {PISSA}"
     if kind == "ia3":
         return IA3_RATE, "usual for factors of activations", IA3
+    if kind in RATES:
+        return RATES[kind], f"usual for {kind} tuning", VIRTUAL_RATE
     value = float(f"{LORA_FACTOR * rate:.2g}")
     return value, f"{reason}; ten times that for adapters", f"{source}; {SCHULMAN}"

@@ -102,8 +102,7 @@ def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machi
     elif size > 1 and open_keys:
         total = parameter_bytes(spec, shape, spec.precision).device * shape.parameters
         part = total // (parallel.tp * parallel.pp)
-        quantized = spec.adapter is not None and spec.adapter.base == "nf4"  # cannot be divided
-        fits = quantized or (part <= REPLICATED_SHARE * machine.memory_bytes and parallel.ep == 1)
+        fits = part <= REPLICATED_SHARE * machine.memory_bytes and parallel.ep == 1
         reason = f"weights, gradients and moments are {human_bytes(part)} of {human_bytes(machine.memory_bytes)}: "
         reason += "each device holds them whole" if fits else "they are divided among all devices"
         if parallel.ep > 1:
@@ -146,7 +145,6 @@ def _check_settings(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:
     }
     unsharded = {
         f"memory.weights: {spec.memory.kept} keeps vectors in fp32 beside matrices in bf16": spec.memory.kept != "fp32",
-        "adapter.base: nf4": spec.adapter is not None and spec.adapter.base == "nf4",
         f"optimizer.name: {name} steps whole matrices": name not in ELEMENTWISE,
     }
     for words, used in single_process.items():

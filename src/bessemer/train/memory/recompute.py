@@ -27,6 +27,7 @@ from bessemer.errors import UserError
 from bessemer.model.attention import AttentionInputs
 from bessemer.model.quantized import stored_tensors
 from bessemer.model.transformer import Decoder, TransformerBlock
+from bessemer.parallel import nf4 as nf4  # registers an operator
 from bessemer.train.memory.tiles import fits, tiled
 
 How = str | float  # none, selective, full, or the share of activations to save
@@ -40,6 +41,7 @@ SAVED_OPS = {
     aten._scaled_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default, torch.ops.bessemer.nf4_product.default,
+    torch.ops.bessemer.nf4_sharded_product.default,
 }  # fmt: skip
 
 
