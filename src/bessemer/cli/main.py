@@ -23,6 +23,7 @@ from bessemer.cli import (
     checkpoints,
     data,
     demo,
+    export,
     generate,
     inspect,
     launch,
@@ -65,7 +66,7 @@ app.command("chaos")(chaos.chaos)
 app.command("generate")(generate.generate)
 app.command("evaluate")(model.evaluate)
 app.add_typer(align.app, name="align")
-app.command("export")(model.export)
+app.command("export")(export.export)
 app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
 app.command("new")(new.new)
