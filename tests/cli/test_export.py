@@ -63,7 +63,9 @@ def test_gguf_of_a_folder(call: Any, folder: str) -> None:
 
     pytest.importorskip("gguf")
     said = call("export", folder, "--to", "gguf", "--skip-check")
-    assert said.code == 2 and "tokenizer.json" in said.err
+    assert said.code == 2 and "name what to write with --out" in said.err
+    said = call("export", folder, "--to", "gguf", "--skip-check", "--out", "m.gguf")
+    assert said.code == 2 and "tokenizer" in said.err
     Tokenizer.train(["steel\n"] * 9, 257).save(Path(folder) / "tokenizer.json")  # its ids are beyond the vocabulary
     said = call("export", folder, "--to", "gguf", "--out", "m.gguf", "--skip-check", "--json")
     assert said.code == 0, said.err

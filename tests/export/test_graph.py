@@ -56,6 +56,12 @@ def test_one_program_serves_prompt_and_tokens(tmp_path: Path, name: str) -> None
     graph.write_program(graph.trace(model), model.shape, tmp_path / "model.pt2")
     agreement = graph.check_outputs(ours, model.shape, graph._open_program(tmp_path / "model.pt2"), "torch.export")
     assert agreement.gap < 1e-5 and agreement.equal_tokens == agreement.tokens == 50
+    damaged = small(**SHAPES[name])
+    with torch.no_grad():
+        damaged.blocks[1].attention.key.weight[3] *= 1.5  # type: ignore[index, union-attr]
+    run = graph._open_program(tmp_path / "model.pt2")
+    with pytest.raises(Mismatch, match="model is not the same"):
+        graph.check_outputs(reference(damaged, ROWS, 5), model.shape, run, "torch.export")
 
 
 @pytest.mark.slow
@@ -69,6 +75,18 @@ def test_onnx_runtime_computes_the_same(tmp_path: Path, name: str) -> None:
     assert agreement.gap < 1e-4 and agreement.equal_tokens == agreement.tokens == 50
     inputs = [entry.name for entry in onnxruntime.InferenceSession(tmp_path / "model.onnx").get_inputs()]
     assert inputs[:3] == ["input_ids", "attention_mask", "position_ids"] and inputs[3] == "past_key_values.0.key"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"labels": 3, "tied": False}, {"causal": False, "positions": "learned"}])
+def test_models_that_write_no_text_have_no_cache(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = small(**changes)
+    ours = reference(model, ROWS)
+    graph.write_program(graph.trace(model), model.shape, tmp_path / "model.pt2")
+    run = graph._open_program(tmp_path / "model.pt2")
+    assert graph.cache_names(model.shape, "past") == [] and len(run(*graph._inputs(model.shape, ROWS, 0, []))) == 1
+    agreement = graph.check_outputs(ours, model.shape, run, "torch.export")
+    assert agreement.gap < 1e-5 and agreement.tokens == 0
 
 
 def test_padding_on_the_left_changes_nothing(tmp_path: Path) -> None:
@@ -85,7 +103,8 @@ def test_padding_on_the_left_changes_nothing(tmp_path: Path) -> None:
         assert module(padded, mask, positions, empty)[0].isfinite().all()
 
 
-def test_a_damaged_graph_is_caught(
+@pytest.mark.slow
+def test_a_damaged_graph_is_not_written(
     folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bessemer.data.tokenizer.tokenizer import Tokenizer

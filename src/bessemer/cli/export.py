@@ -65,6 +65,8 @@ def export(
         raise UserError("--limit: only a quantization changes perplexity: add --quantize")
     if to in ("onnx", "pt") and dtype not in ("same", "fp32"):
         raise UserError(f"--dtype {dtype}: --to {to} writes fp32")
+    if out is None and to in ("gguf", "onnx", "pt") and not (source / "model.json").exists():
+        raise UserError(f"{source}: is neither a run nor an import: name what to write with --out")
     mode = "skip" if skip_check else check
     try:
         if to == "peft":

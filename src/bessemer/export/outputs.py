@@ -37,11 +37,15 @@ class Reference:
 
 @torch.no_grad()
 def reference(model: Decoder, rows_RT: Tensor, count: int = GREEDY_TOKENS) -> Reference:
-    limit = (model.shape.max_positions or rows_RT.shape[1]) - 1
+    """Models that write no text have no steps."""
+    shape = model.shape
+    logits_RTV = torch.cat([model.logits(model(row[None])) for row in rows_RT]).float()
+    if not shape.causal or shape.labels:
+        return Reference(rows_RT, logits_RTV, [], [], logits_RTV[0, :0])
+    limit = (shape.max_positions or rows_RT.shape[1] + count) - 1
     prompt = rows_RT[0, : max(1, min(16, rows_RT.shape[1] // 2, limit // 2))].tolist()
     count = min(count, limit - len(prompt))
     steps = list(generate(model, prompt, count, (), Sampling(0.0))) if count > 0 else []
-    logits_RTV = torch.cat([model.logits(model(row[None])) for row in rows_RT]).float()
     steps_SV = model.logits(model(torch.tensor([prompt + steps])))[0, len(prompt) - 1 :].float()
     return Reference(rows_RT, logits_RTV, prompt, steps, steps_SV)
 
@@ -80,22 +84,24 @@ class Agreement:
 
 
 def compare(
-    ours: Reference, logits_RTV: Any, steps_SV: Any, consumer: str, tolerance: float | None, limit: float | None = None
-) -> Agreement:
+    ours: Reference, logits_RTV: Any, steps_SV: Any, consumer: str, tolerance: float | None,
+    limit: float | None = None, share: float = 1.0,
+) -> Agreement:  # fmt: skip
     """Raises Mismatch for logits beyond the tolerance, another greedy token where ours has a clear margin, or a
-    perplexity that rises by more than the share `limit`. NaN is beyond everything."""
+    perplexity that rises by more than `limit`. NaN is beyond everything. `share` of the positions must agree: with
+    experts, a near tie of the router may resolve differently."""
     theirs_RTV, theirs_SV = (torch.from_numpy(np.asarray(x)).float() for x in (logits_RTV, steps_SV))
     places = ours.logits_RTV.flatten(0, 1), theirs_RTV.flatten(0, 1)
-    pairs = [places, (ours.steps_SV, theirs_SV)]
+    pairs = [places, (ours.steps_SV, theirs_SV)][: 1 + bool(len(ours.steps_SV))]
     scale = max(float(_centred(a).abs().max()) for a, _ in pairs) or 1.0
     gaps = [(_centred(a) - _centred(b)).abs().amax(-1) / scale for a, b in pairs]
-    gap = float(torch.cat(gaps).max()) if all(bool(x.isfinite().all()) for x in gaps) else math.nan
+    gap = float(torch.cat(gaps).quantile(share)) if all(bool(x.isfinite().all()) for x in gaps) else math.nan
     count = len(ours.steps)
-    best = ours.steps_SV[:count].topk(2, dim=-1).values
-    margins = (best[:, 0] - best[:, 1]) / scale
+    best = ours.steps_SV[:count].sort(dim=-1, descending=True).values
+    margins = (best[:, 0] - best[:, min(1, best.shape[-1] - 1)]) / scale
     equal = ours.steps_SV[:count].argmax(-1) == theirs_SV[:count].argmax(-1)
     clear = margins > 2 * tolerance if tolerance is not None else torch.zeros_like(equal)
-    perplexity, other = (_perplexity(x, ours.rows_RT) for x in (ours.logits_RTV, theirs_RTV))
+    perplexity, other = (_perplexity(x, ours) for x in (ours.logits_RTV, theirs_RTV))
     log_p, log_q = (x.log_softmax(-1) for x in places)
     divergence = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
     result = Agreement(
@@ -122,5 +128,7 @@ def _centred(logits: Tensor) -> Tensor:
     return logits - logits.mean(-1, keepdim=True)
 
 
-def _perplexity(logits_RTV: Tensor, rows_RT: Tensor) -> float:
-    return math.exp(min(50.0, float(F.cross_entropy(logits_RTV[:, :-1].flatten(0, 1), rows_RT[:, 1:].flatten()))))
+def _perplexity(logits_RTV: Tensor, ours: Reference) -> float:
+    """Of the next tokens; of our own guesses if there are none (a classifier's)."""
+    targets = ours.rows_RT[:, 1:] if ours.prompt else ours.logits_RTV.argmax(-1)[:, :-1]
+    return math.exp(min(50.0, float(F.cross_entropy(logits_RTV[:, :-1].flatten(0, 1), targets.flatten()))))

