@@ -27,7 +27,7 @@ import torch
 
 from bessemer.export import gguf, llama_cpp
 from bessemer.export.graph import to_graph
-from bessemer.export.outputs import compare, reference
+from bessemer.export.outputs import Reference, compare, reference
 from bessemer.export.source import ExportSource, open_source
 
 ROOT = Path(__file__).parents[1]
@@ -58,14 +58,13 @@ def text_rows(source: ExportSource, rows: int, length: int) -> torch.Tensor:
     return torch.tensor(ids[: rows * length]).view(rows, length)
 
 
-def one_type(model: Path, kind: str, scratch: Path, rows: int, length: int) -> dict[str, Any]:
+def one_type(model: Path, kind: str, scratch: Path, exact: Reference) -> dict[str, Any]:
     """Export with the gate, then compare on the text."""
     start, source = time.perf_counter(), open_source(model)
     quantization = None if kind in ("f16", "bf16", "f32") else kind
     dtype = {"bf16": "bf16", "f32": "fp32"}.get(kind, "same")
     done = gguf.to_gguf(source, scratch / f"{kind}.gguf", dtype, quantization, limit=math.inf)
     seconds = time.perf_counter() - start
-    exact = reference(open_source(model).model, text_rows(source, rows, length), count=0)
     theirs = llama_cpp.open_gguf(done.file, exact.rows_RT.numpy(), exact.prompt, [])
     on_text = compare(exact, theirs.logits_RTV, theirs.steps_SV, "llama.cpp", None)
     size = done.file.stat().st_size
@@ -73,7 +72,7 @@ def one_type(model: Path, kind: str, scratch: Path, rows: int, length: int) -> d
     return {
         "type": kind, "bytes": size, "seconds_with_gate": round(seconds, 1),
         "gate": {name: agreement.to_dict() for name, agreement in done.agreements.items()},
-        "text": {"tokens": rows * length, **on_text.to_dict()},
+        "text": {"tokens": exact.rows_RT.numel(), **on_text.to_dict()},
     }  # fmt: skip
 
 
@@ -96,8 +95,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         model = arguments.model or smollm2(scratch / "smollm2")
+        source = open_source(model)
+        exact = reference(source.model, text_rows(source, arguments.rows, arguments.length), count=0)
         for kind in arguments.types:
-            row = one_type(model, kind, scratch, arguments.rows, arguments.length)
+            row = one_type(model, kind, scratch, exact)
             result["types"].append(row)
             text, gate = row["text"], row["gate"][kind]
             print(
