@@ -18,7 +18,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 
 from bessemer.export import gguf, llama_cpp
 from bessemer.export.graph import to_graph
-from bessemer.export.outputs import Reference, compare, reference
+from bessemer.export.outputs import ReferenceOutputs, compare, reference
 from bessemer.export.source import ExportSource, open_source
 
 ROOT = Path(__file__).parents[1]
@@ -58,19 +57,18 @@ def text_rows(source: ExportSource, rows: int, length: int) -> torch.Tensor:
     return torch.tensor(ids[: rows * length]).view(rows, length)
 
 
-def one_type(model: Path, kind: str, scratch: Path, exact: Reference) -> dict[str, Any]:
+def one_type(model: Path, kind: str, scratch: Path, exact: ReferenceOutputs) -> dict[str, Any]:
     """Export with the gate, then compare on the text."""
-    start, source = time.perf_counter(), open_source(model)
+    source = open_source(model)
     quantization = None if kind in ("f16", "bf16", "f32") else kind
     dtype = {"bf16": "bf16", "f32": "fp32"}.get(kind, "same")
     done = gguf.to_gguf(source, scratch / f"{kind}.gguf", dtype, quantization, limit=math.inf)
-    seconds = time.perf_counter() - start
     theirs = llama_cpp.open_gguf(done.file, exact.rows_RT.numpy(), exact.prompt, [])
     on_text = compare(exact, theirs.logits_RTV, theirs.steps_SV, "llama.cpp", None)
     size = done.file.stat().st_size
     done.file.unlink()
     return {
-        "type": kind, "bytes": size, "seconds_with_gate": round(seconds, 1),
+        "type": kind, "bytes": size,
         "gate": {name: agreement.to_dict() for name, agreement in done.agreements.items()},
         "text": {"tokens": exact.rows_RT.numel(), **on_text.to_dict()},
     }  # fmt: skip

@@ -15,7 +15,7 @@ from bessemer.errors import UserError
 from bessemer.export import gguf, gguf_model, llama_cpp
 from bessemer.export.gate import Mismatch
 from bessemer.export.gguf_tokenizer import vocabulary
-from bessemer.export.outputs import Reference, compare
+from bessemer.export.outputs import ReferenceOutputs, compare
 from bessemer.export.source import ExportSource, open_source
 
 pytest.importorskip("transformers")
@@ -215,7 +215,7 @@ def test_the_comparison_against_formulas() -> None:
     torch.manual_seed(0)
     rows = torch.randint(0, 7, (2, 5))
     logits, steps = torch.randn(2, 5, 7), torch.randn(4, 7)
-    ours = Reference(rows, logits, [1], [int(x) for x in steps[:3].argmax(-1)], steps)
+    ours = ReferenceOutputs(rows, logits, [1], [int(x) for x in steps[:3].argmax(-1)], steps)
     same = compare(ours, logits + 3.0, steps, "itself", 1e-5)  # a constant changes no probability
     assert same.gap < 1e-6 and same.equal_tokens == same.tokens == 3 and abs(same.divergence) < 1e-6
     exact = -sum(float(logits[r, t].log_softmax(-1)[rows[r, t + 1]]) for r in range(2) for t in range(4)) / 8

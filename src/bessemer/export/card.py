@@ -32,7 +32,7 @@ _LIBRARIES = {"hf": "transformers", "gguf": "llama.cpp", "onnx": "onnxruntime", 
 
 
 @dataclass(frozen=True)
-class Energy:
+class TrainingEnergy:
     """Of a run's training. `formula` is empty if it was measured."""
 
     kwh: float
@@ -136,9 +136,9 @@ def _training_lines(run: Run) -> list[str]:
         lines += [f"| {d['key']} | {_cell(d['value'])} | {_cell(d['reason'])} |" for d in decisions]
     kinds = Counter(str(event["kind"]) for event in run.events() if event["kind"] in _INCIDENTS)
     vetoed = sum(bool(step.get("veto")) for step in steps)
-    found = [f"{name.replace('_', ' ')} {count}" for name, count in sorted(kinds.items())]
-    found += [f"updates refused {vetoed}"] if vetoed else []
-    return [*lines, "", f"Incidents: {', '.join(found) or 'none'}."]
+    incidents = [f"{name.replace('_', ' ')} {count}" for name, count in sorted(kinds.items())]
+    incidents += [f"updates refused {vetoed}"] if vetoed else []
+    return [*lines, "", f"Incidents: {', '.join(incidents) or 'none'}."]
 
 
 def _cell(value: Any) -> str:
@@ -193,7 +193,7 @@ def _model_index(name: str, results: Mapping[str, Mapping[str, Any]]) -> dict[st
     return {"name": name, "results": rows}
 
 
-def measure_energy(run: Run, region: str | None) -> Energy | None:
+def measure_energy(run: Run, region: str | None) -> TrainingEnergy | None:
     """CodeCarbon's emissions.csv in the run's folder; else an estimate from rated power, for a GPU of the catalogue."""
     measured = run.folder / "emissions.csv"
     if measured.exists():
@@ -201,7 +201,7 @@ def measure_energy(run: Run, region: str | None) -> Energy | None:
             rows = list(csv.DictReader(file))
         kwh, kilograms = (sum(float(row[key]) for row in rows) for key in ("energy_consumed", "emissions"))
         place = rows[-1].get("country_name", "") if rows else ""
-        return Energy(kwh, 1000 * kilograms, "", "CodeCarbon", place)
+        return TrainingEnergy(kwh, 1000 * kilograms, "", "CodeCarbon", place)
     machine = next(run.events("started"), {}).get("machine", {}) if run.events_path.exists() else {}
     try:
         gpu = find_gpu(str(machine.get("name", "")))
@@ -213,10 +213,10 @@ def measure_energy(run: Run, region: str | None) -> Energy | None:
     kwh = energy_kwh(gpu, hours * gpus, OWN_PUE)
     formula = f"{hours:.3g} h x {gpus} GPU x {gpu.watts} W rated x {HOST_FACTOR:g} for the host x PUE {OWN_PUE:g}"
     grams = kwh * load_prices().region(region).grams_kwh if region else None
-    return Energy(kwh, grams, formula, "estimated from rated power: " + formula, region or "")
+    return TrainingEnergy(kwh, grams, formula, "estimated from rated power: " + formula, region or "")
 
 
-def _energy_lines(energy: Energy | None) -> list[str]:
+def _energy_lines(energy: TrainingEnergy | None) -> list[str]:
     if energy is None:
         return ["Energy was not measured, and the hardware has no rated power here to estimate it from."]
     how = f"Estimate, not measured: {energy.formula}" if energy.formula else f"Measured by {energy.source}"

@@ -24,7 +24,7 @@ from bessemer.export.gate import Mismatch
 from bessemer.export.gguf_model import Architecture, GgufTensor, architecture, metadata, tensors
 from bessemer.export.gguf_tokenizer import GgufVocabulary, vocabulary
 from bessemer.export.hf import SENTENCES, choose_family
-from bessemer.export.outputs import Agreement, compare, compare_ids, reference
+from bessemer.export.outputs import OutputComparison, compare, compare_ids, reference
 from bessemer.export.source import ExportSource
 from bessemer.model.transformer import Decoder
 from bessemer.observe.progress import ProgressReport, silent
@@ -49,7 +49,7 @@ class GgufExport:
     architecture: str
     kind: str
     tensors: int
-    agreements: dict[str, Agreement]
+    agreements: dict[str, OutputComparison]
 
 
 def perplexity_limit(kind: str) -> float:
@@ -87,7 +87,7 @@ def to_gguf(
     with _new_file(out, overwrite) as partial:
         _round_weights(model, arch, kind)
         rows_RT, _ = source.tokens()
-        agreements: dict[str, Agreement] = {}
+        agreements: dict[str, OutputComparison] = {}
         ours = reference(model, rows_RT) if check else None
         ids = [source.tokenizer.encode(text) for text in SENTENCES]
 
@@ -104,23 +104,23 @@ def to_gguf(
             logits = theirs.logits_RTV, theirs.steps_SV
             agreements[kind] = compare(ours, *logits, "llama.cpp", tolerance, limit, share)
 
-        whole = partial.with_name(f"{partial.name}.whole") if quantization else partial
+        unquantized = partial.with_name(f"{partial.name}.unquantized") if quantization else partial
         try:
             report("writing tensors")
-            count = write_gguf(whole, source, arch, words, kind)
-            opened(whole, kind, _tolerance(kind, model.shape))
+            count = write_gguf(unquantized, source, arch, words, kind)
+            opened(unquantized, kind, _tolerance(kind, model.shape))
             if quantization is not None:
                 report("quantizing")
                 if quantization in llama_cpp.K_QUANTS:
-                    llama_cpp.quantize(whole, partial, quantization)
+                    llama_cpp.quantize(unquantized, partial, quantization)
                 else:
                     write_gguf(partial, source, arch, words, quantization)
                 opened(partial, quantization, None, perplexity_limit(quantization) if limit is None else limit)
         except llama_cpp.OpenerError as error:
             raise Mismatch(str(error)) from error
         finally:
-            if whole != partial:
-                whole.unlink(missing_ok=True)
+            if unquantized != partial:
+                unquantized.unlink(missing_ok=True)
     return GgufExport(out, arch.name, quantization or kind, count, agreements)
 
 

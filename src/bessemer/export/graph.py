@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from bessemer.errors import UserError
 from bessemer.export.gate import Mismatch
-from bessemer.export.outputs import Agreement, Reference, compare, reference
+from bessemer.export.outputs import OutputComparison, ReferenceOutputs, compare, reference
 from bessemer.export.source import ExportSource
 from bessemer.model.attention import AttentionInputs, LayerCache
 from bessemer.model.attention_mask import AttentionMask
@@ -44,7 +44,7 @@ class GraphExport:
     folder: Path
     file: str
     parameters: int
-    agreement: Agreement | None
+    agreement: OutputComparison | None
 
 
 def check_graph(shape: ModelShape) -> None:
@@ -267,9 +267,9 @@ def _open_onnx(file: Path) -> Run:
     names = [entry.name for entry in session.get_inputs()]
 
     def run(ids: Tensor, mask: Tensor, positions: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
-        given = dict(zip(["input_ids", "attention_mask", "position_ids"], (ids, mask, positions), strict=True))
-        given |= dict(zip([name for name in names if name.startswith("past")], past, strict=True))
-        outputs = session.run(None, {name: given[name].numpy() for name in names})
+        feeds = dict(zip(["input_ids", "attention_mask", "position_ids"], (ids, mask, positions), strict=True))
+        feeds |= dict(zip([name for name in names if name.startswith("past")], past, strict=True))
+        outputs = session.run(None, {name: feeds[name].numpy() for name in names})
         return [torch.from_numpy(x) for x in outputs]
 
     return run
@@ -287,7 +287,7 @@ def _open_program(file: Path) -> Run:
     return run
 
 
-def check_outputs(ours: Reference, shape: ModelShape, run: Run, consumer: str) -> Agreement:
+def check_outputs(ours: ReferenceOutputs, shape: ModelShape, run: Run, consumer: str) -> OutputComparison:
     """The rows in one batch without a cache; then the prompt, and the greedy continuation token by token."""
     try:
         logits_RTV = run(*_inputs(shape, ours.rows_RT, 0, []))[0]

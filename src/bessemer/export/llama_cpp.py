@@ -39,7 +39,7 @@ class OpenerError(Exception):
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedGguf:
     """What llama.cpp computes. V is the vocabulary."""
 
     logits_RTV: Floats  # of each row in one pass
@@ -59,11 +59,11 @@ def _candidates() -> list[Path]:
     named = os.environ.get(VARIABLE)
     if named:
         place = Path(named).expanduser()
-        found = [place] if place.is_file() else sorted(place.glob("**/libllama*.so*"), key=lambda p: len(p.name))
-        found = [path for path in found if "common" not in path.name]
-        if not found:
+        libraries = [place] if place.is_file() else sorted(place.glob("**/libllama*.so*"), key=lambda p: len(p.name))
+        libraries = [path for path in libraries if "common" not in path.name]
+        if not libraries:
             raise UserError(f"{VARIABLE}={named}: holds no libllama.so; name the library or its folder")
-        return found[:1]
+        return libraries[:1]
     paths = []
     for package, pattern in (("llama_cpp", "lib/libllama.so"), ("xllamacpp", "xllamacpp*.so")):
         spec = importlib.util.find_spec(package)
@@ -89,14 +89,14 @@ def require_library(quantizer: bool = False) -> Path:
 
 def open_gguf(
     file: Path, rows_RT: npt.NDArray[np.int64], prompt: Sequence[int], steps: Sequence[int], texts: Sequence[str] = ()
-) -> Opened:
+) -> OpenedGguf:
     """Open the file in another process. `prompt` is read at once and each of `steps` alone, as in generation."""
     with tempfile.TemporaryDirectory() as scratch:
         job, result = Path(scratch, "job.npz"), Path(scratch, "result.npz")
         np.savez(job, rows=rows_RT, prompt=np.array(prompt), steps=np.array(steps), texts=json.dumps(list(texts)))
         _run("open", str(require_library()), str(file), str(job), str(result))
         with np.load(result) as arrays:
-            return Opened(arrays["logits"], arrays["steps"], json.loads(str(arrays["ids"])))
+            return OpenedGguf(arrays["logits"], arrays["steps"], json.loads(str(arrays["ids"])))
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:
@@ -105,7 +105,7 @@ def quantize(source: Path, target: Path, kind: str) -> None:
 
 
 def _run(*arguments: str) -> None:
-    # The source of this very module, however it was found.
+    # The child imports this same source, however it was installed.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-m", __name__, *arguments], capture_output=True, text=True, errors="replace", env=environment

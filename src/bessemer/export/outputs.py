@@ -25,7 +25,7 @@ GREEDY_TOKENS = 50
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceOutputs:
     """What the native model computes."""
 
     rows_RT: Tensor
@@ -36,22 +36,22 @@ class Reference:
 
 
 @torch.no_grad()
-def reference(model: Decoder, rows_RT: Tensor, count: int = GREEDY_TOKENS) -> Reference:
+def reference(model: Decoder, rows_RT: Tensor, count: int = GREEDY_TOKENS) -> ReferenceOutputs:
     """Models that write no text have no steps."""
     shape = model.shape
     logits_RTV = torch.cat([model.logits(model(row[None])) for row in rows_RT]).float()
     if not shape.causal or shape.labels:
-        return Reference(rows_RT, logits_RTV, [], [], logits_RTV[0, :0])
+        return ReferenceOutputs(rows_RT, logits_RTV, [], [], logits_RTV[0, :0])
     limit = (shape.max_positions or rows_RT.shape[1] + count) - 1
     prompt = rows_RT[0, : max(1, min(16, rows_RT.shape[1] // 2, limit // 2))].tolist()
     count = min(count, limit - len(prompt))
     steps = list(generate(model, prompt, count, (), Sampling(0.0))) if count > 0 else []
     steps_SV = model.logits(model(torch.tensor([prompt + steps])))[0, len(prompt) - 1 :].float()
-    return Reference(rows_RT, logits_RTV, prompt, steps, steps_SV)
+    return ReferenceOutputs(rows_RT, logits_RTV, prompt, steps, steps_SV)
 
 
 @dataclass(frozen=True)
-class Agreement:
+class OutputComparison:
     """How the other program's results differ. `gap` is the largest difference of a logit at any position, as a share of
     the largest logit; both are taken around each position's mean, which no probability depends on. A greedy token is
     clear if the first two logits are further apart than twice the tolerance; quantized models have none."""
@@ -84,9 +84,9 @@ class Agreement:
 
 
 def compare(
-    ours: Reference, logits_RTV: Any, steps_SV: Any, consumer: str, tolerance: float | None,
+    ours: ReferenceOutputs, logits_RTV: Any, steps_SV: Any, consumer: str, tolerance: float | None,
     limit: float | None = None, share: float = 1.0,
-) -> Agreement:  # fmt: skip
+) -> OutputComparison:  # fmt: skip
     """Raises Mismatch for logits beyond the tolerance, another greedy token where ours has a clear margin, or a
     perplexity that rises by more than `limit`. NaN is beyond everything. `share` of the positions must agree: with
     experts, a near tie of the router may resolve differently."""
@@ -104,7 +104,7 @@ def compare(
     perplexity, other = (_perplexity(x, ours) for x in (ours.logits_RTV, theirs_RTV))
     log_p, log_q = (x.log_softmax(-1) for x in places)
     divergence = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
-    result = Agreement(
+    result = OutputComparison(
         consumer, gap, tolerance, count, int(clear.sum()), int(equal.sum()), perplexity, other, divergence
     )
     if tolerance is not None and not gap <= tolerance:
@@ -128,7 +128,7 @@ def _centred(logits: Tensor) -> Tensor:
     return logits - logits.mean(-1, keepdim=True)
 
 
-def _perplexity(logits_RTV: Tensor, ours: Reference) -> float:
+def _perplexity(logits_RTV: Tensor, ours: ReferenceOutputs) -> float:
     """Of the next tokens; of our own guesses if there are none (a classifier's)."""
     targets = ours.rows_RT[:, 1:] if ours.prompt else ours.logits_RTV.argmax(-1)[:, :-1]
     return math.exp(min(50.0, float(F.cross_entropy(logits_RTV[:, :-1].flatten(0, 1), targets.flatten()))))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bessemer.errors import UserError
-from bessemer.plan.cost_model.serving import MEMORY_SHARE, Serving, ServingDemand, Timing, timing, weight_bytes
+from bessemer.plan.cost_model.serving import MEMORY_SHARE, ReplicaTiming, Serving, ServingDemand, timing, weight_bytes
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.shape import ModelShape
 from bessemer.storage import write_atomic
@@ -21,7 +21,7 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 512, 16_384  # tokens that one step may read
 
 
 @dataclass(frozen=True)
-class Setting:
+class EngineSetting:
     key: str
     value: object
     reason: str
@@ -33,14 +33,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What all engines are told, by another name each."""
+    """The settings that all engines have, under different names."""
 
     model: str
     shape: ModelShape
     demand: ServingDemand
     option: Serving
     chunk: int
-    timing: Timing
+    timing: ReplicaTiming
 
     @property
     def length(self) -> int:
@@ -91,61 +91,61 @@ def launch_plan(model: str, shape: ModelShape, demand: ServingDemand, option: Se
     return LaunchPlan(model, shape, demand, option, chunk, times)
 
 
-def _vllm(plan: LaunchPlan) -> tuple[str, list[Setting]]:
+def _vllm(plan: LaunchPlan) -> tuple[str, list[EngineSetting]]:
     why, option = plan.reasons(), plan.option
     settings = [
-        Setting("model", plan.model, "the exported folder"),
-        Setting("tensor-parallel-size", option.tensor_parallel, why["tensor"]),
-        Setting("dtype", {"fp16": "float16"}.get(option.precision, "bfloat16"), "activations and embeddings"),
-        Setting("max-model-len", plan.length, why["length"]),
-        Setting("gpu-memory-utilization", MEMORY_SHARE, why["memory"]),
-        Setting("enable-prefix-caching", True, why["prefix"]),
-        Setting("enable-chunked-prefill", True, why["chunked"]),
-        Setting("max-num-batched-tokens", max(plan.chunk, plan.sequences), why["batched"]),
-        Setting("max-num-seqs", plan.sequences, why["sequences"]),
+        EngineSetting("model", plan.model, "the exported folder"),
+        EngineSetting("tensor-parallel-size", option.tensor_parallel, why["tensor"]),
+        EngineSetting("dtype", {"fp16": "float16"}.get(option.precision, "bfloat16"), "activations and embeddings"),
+        EngineSetting("max-model-len", plan.length, why["length"]),
+        EngineSetting("gpu-memory-utilization", MEMORY_SHARE, why["memory"]),
+        EngineSetting("enable-prefix-caching", True, why["prefix"]),
+        EngineSetting("enable-chunked-prefill", True, why["chunked"]),
+        EngineSetting("max-num-batched-tokens", max(plan.chunk, plan.sequences), why["batched"]),
+        EngineSetting("max-num-seqs", plan.sequences, why["sequences"]),
     ]
     if option.precision in ("fp8", "int4"):
         name = {"fp8": "fp8", "int4": "compressed-tensors"}[option.precision]
-        settings.insert(3, Setting("quantization", name, why["precision"]))
+        settings.insert(3, EngineSetting("quantization", name, why["precision"]))
     return "vllm serve --config FILE", settings
 
 
-def _tensorrt(plan: LaunchPlan) -> tuple[str, list[Setting]]:
+def _tensorrt(plan: LaunchPlan) -> tuple[str, list[EngineSetting]]:
     why, option = plan.reasons(), plan.option
     weights = weight_bytes(plan.shape, option.precision) / option.tensor_parallel
     cache = f"{{free_gpu_memory_fraction: {MEMORY_SHARE}, enable_block_reuse: true}}"
     free = f"of what {human_bytes(weights)} of weights on a GPU leave free; blocks that begin alike are shared"
     settings = [
-        Setting("tensor_parallel_size", option.tensor_parallel, why["tensor"]),
-        Setting("dtype", {"fp16": "float16"}.get(option.precision, "bfloat16"), "activations and embeddings"),
-        Setting("max_seq_len", plan.length, why["length"]),
-        Setting("kv_cache_config", cache, free),
-        Setting("enable_chunked_prefill", True, why["chunked"]),
-        Setting("max_num_tokens", max(plan.chunk, plan.sequences), why["batched"]),
-        Setting("max_batch_size", plan.sequences, why["sequences"]),
+        EngineSetting("tensor_parallel_size", option.tensor_parallel, why["tensor"]),
+        EngineSetting("dtype", {"fp16": "float16"}.get(option.precision, "bfloat16"), "activations and embeddings"),
+        EngineSetting("max_seq_len", plan.length, why["length"]),
+        EngineSetting("kv_cache_config", cache, free),
+        EngineSetting("enable_chunked_prefill", True, why["chunked"]),
+        EngineSetting("max_num_tokens", max(plan.chunk, plan.sequences), why["batched"]),
+        EngineSetting("max_batch_size", plan.sequences, why["sequences"]),
     ]
     if option.precision == "fp8":
-        settings.insert(2, Setting("quant_config", "{quant_algo: FP8}", why["precision"]))
+        settings.insert(2, EngineSetting("quant_config", "{quant_algo: FP8}", why["precision"]))
     return f"trtllm-serve {plan.model} --extra_llm_api_options FILE", settings
 
 
-def _sglang(plan: LaunchPlan) -> tuple[str, list[Setting]]:
+def _sglang(plan: LaunchPlan) -> tuple[str, list[EngineSetting]]:
     why, option = plan.reasons(), plan.option
     settings = [
-        Setting("model-path", plan.model, "the exported folder"),
-        Setting("tensor-parallel-size", option.tensor_parallel, why["tensor"]),
-        Setting("dtype", {"fp16": "float16"}.get(option.precision, "bfloat16"), "activations and embeddings"),
-        Setting("context-length", plan.length, why["length"]),
-        Setting("mem-fraction-static", MEMORY_SHARE, why["memory"]),
-        Setting("chunked-prefill-size", plan.chunk, why["batched"]),
-        Setting("max-running-requests", plan.sequences, why["sequences"]),
+        EngineSetting("model-path", plan.model, "the exported folder"),
+        EngineSetting("tensor-parallel-size", option.tensor_parallel, why["tensor"]),
+        EngineSetting("dtype", {"fp16": "float16"}.get(option.precision, "bfloat16"), "activations and embeddings"),
+        EngineSetting("context-length", plan.length, why["length"]),
+        EngineSetting("mem-fraction-static", MEMORY_SHARE, why["memory"]),
+        EngineSetting("chunked-prefill-size", plan.chunk, why["batched"]),
+        EngineSetting("max-running-requests", plan.sequences, why["sequences"]),
     ]
     if option.precision == "fp8":
-        settings.insert(3, Setting("quantization", "fp8", why["precision"]))
+        settings.insert(3, EngineSetting("quantization", "fp8", why["precision"]))
     return "python -m sglang.launch_server --config FILE", settings
 
 
-ENGINES: dict[str, Callable[[LaunchPlan], tuple[str, list[Setting]]]] = {
+ENGINES: dict[str, Callable[[LaunchPlan], tuple[str, list[EngineSetting]]]] = {
     "vllm": _vllm,
     "tensorrt-llm": _tensorrt,
     "sglang": _sglang,

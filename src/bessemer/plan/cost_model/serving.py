@@ -114,7 +114,7 @@ def weight_bytes(shape: ModelShape, precision: Precision) -> float:
 
 
 class _Replica:
-    """Timing of one replica."""
+    """ReplicaTiming of one replica."""
 
     def __init__(self, shape: ModelShape, gpu: Gpu, precision: Precision, split: int, demand: ServingDemand) -> None:
         self.demand, self.split = demand, split
@@ -194,7 +194,7 @@ class _Replica:
 
 
 @dataclass(frozen=True)
-class Timing:
+class ReplicaTiming:
     """A replica's step at the planned load: fixed seconds, and those of each prompt token that it reads beside."""
 
     step_s: float
@@ -204,9 +204,9 @@ class Timing:
         return self.step_s + tokens * self.token_s
 
 
-def timing(shape: ModelShape, demand: ServingDemand, option: Serving) -> Timing:
+def timing(shape: ModelShape, demand: ServingDemand, option: Serving) -> ReplicaTiming:
     replica = _Replica(shape, find_gpu(option.gpu), option.precision, option.tensor_parallel, demand)
-    return Timing(replica.step_s(option.sequences), replica.per_token / replica.flops + replica.moved_s)
+    return ReplicaTiming(replica.step_s(option.sequences), replica.per_token / replica.flops + replica.moved_s)
 
 
 def serve(
