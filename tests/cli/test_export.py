@@ -44,7 +44,7 @@ def test_mistakes_are_told_in_one_line(call: Any, folder: str) -> None:
         (("nowhere", "--to", "hf"), "neither a run nor an imported model"),
         ((folder, "--to", "hf"), "neither a run nor an imported model"),
         ((folder, "--to", "tflite"), "--to tflite: write hf, gguf, onnx, pt, peft or bessemer\n"),
-        ((folder, "--to", "gguf", "--quantize", "q9"), "--quantize q9: write q8_0, q5_1"),
+        ((folder, "--to", "gguf", "--quantize", "q9", "--out", "x"), "--quantize q9: write q8_0, q5_1"),
         ((folder, "--to", "hf", "--quantize", "q8_0"), "--quantize: only --to gguf quantizes, not --to hf\n"),
         ((folder, "--to", "gguf", "--limit", "0.1"), "--limit: only a quantization changes perplexity"),
         ((folder, "--to", "onnx", "--dtype", "bf16"), "--dtype bf16: --to onnx writes fp32\n"),

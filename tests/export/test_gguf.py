@@ -47,8 +47,8 @@ def source(folder: Make, tokenizer: Tokenizer) -> Open:
 
 SHORT: list[tuple[str, str, dict[str, Any]]] = [
     ("Llama", "ForCausalLM", {"tie_word_embeddings": True}),
-    ("Qwen3", "ForCausalLM", {"head_dim": 16}),
     ("Gemma3Text", "Model", {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8, "num_hidden_layers": 7}),
+    ("Qwen3", "ForCausalLM", {"head_dim": 16}),
 ]
 _ROPE = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _PHI = {"sliding_window": None}
@@ -82,7 +82,8 @@ LONG: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("kind", "head", "keys", "dtype"),
     [
-        *(pytest.param(*case, "fp16", id=case[0]) for case in SHORT),
+        *(pytest.param(*case, "fp16", id=case[0]) for case in SHORT[:2]),
+        pytest.param(*SHORT[2], "fp16", id=SHORT[2][0], marks=pytest.mark.slow),
         *(pytest.param(*case, "fp32", id=f"{i}-{case[0]}", marks=pytest.mark.slow) for i, case in enumerate(LONG)),
         *(pytest.param(*case, "bf16", id=f"bf16-{case[0]}", marks=pytest.mark.slow) for case in SHORT),
     ],
@@ -93,7 +94,7 @@ def test_llama_cpp_computes_the_same(
     done = gguf.to_gguf(source(kind, head, **keys), tmp_path / "model.gguf", dtype)
     (agreement,) = done.agreements.values()
     assert agreement.tokens == 50 and agreement.clear_tokens > 25
-    assert agreement.gap <= (1e-2 if dtype != "bf16" else 4e-2) and abs(agreement.change) < 0.01
+    assert agreement.gap <= (1e-2 if dtype != "bf16" else 2e-2) and abs(agreement.change) < 0.01
     assert done.file.exists() and [path.name for path in tmp_path.glob(".*")] == []
 
 
@@ -110,7 +111,10 @@ def test_metadata_is_what_llama_cpp_reads(run: Path, tmp_path: Path) -> None:
     assert read["tokenizer.ggml.token_type"][end] == 3 and "<|im_start|>" in read["tokenizer.ggml.tokens"]
 
 
-@pytest.mark.parametrize("damage", ["one tensor", "not interleaved", "no token order"])
+@pytest.mark.parametrize(
+    "damage",
+    ["one tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("not interleaved", "no token order"))],
+)
 def test_a_damaged_writer_is_caught(source: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     opened, numbers = source("Llama"), gguf._numbers
 
