@@ -1,5 +1,6 @@
 """`bessemer export`, as a user calls it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,11 @@ def test_mistakes_are_told_in_one_line(call: Any, folder: str) -> None:
     for arguments, expected in [
         (("nowhere", "--to", "hf"), "neither a run nor an imported model"),
         ((folder, "--to", "hf"), "neither a run nor an imported model"),
-        ((folder, "--to", "gguf"), "--to gguf: write hf, peft or bessemer\n"),
+        ((folder, "--to", "tflite"), "--to tflite: write hf, gguf, onnx, pt, peft or bessemer\n"),
+        ((folder, "--to", "gguf", "--quantize", "q9", "--out", "x"), "--quantize q9: write q8_0, q5_1"),
+        ((folder, "--to", "hf", "--quantize", "q8_0"), "--quantize: only --to gguf quantizes, not --to hf\n"),
+        ((folder, "--to", "gguf", "--limit", "0.1"), "--limit: only a quantization changes perplexity"),
+        ((folder, "--to", "onnx", "--dtype", "bf16"), "--dtype bf16: --to onnx writes fp32\n"),
         ((folder, "--to", "hf", "--check", "some"), "--check some: write auto, whole or layers\n"),
         ((folder, "--to", "hf", "--dtype", "int3"), "--dtype int3: write same, fp32, bf16, fp16"),
         ((folder, "--to", "bessemer"), "needs --out FOLDER"),
@@ -51,6 +56,23 @@ def test_mistakes_are_told_in_one_line(call: Any, folder: str) -> None:
         said = call("export", *arguments)
         assert said.code == 2 and expected in said.err and said.err.count("\n") == 1, said.err
     assert not Path("x").exists()
+
+
+def test_gguf_of_a_folder(call: Any, folder: str) -> None:
+    from bessemer.data.tokenizer.tokenizer import Tokenizer
+
+    pytest.importorskip("gguf")
+    said = call("export", folder, "--to", "gguf", "--skip-check")
+    assert said.code == 2 and "name what to write with --out" in said.err
+    said = call("export", folder, "--to", "gguf", "--skip-check", "--out", "m.gguf")
+    assert said.code == 2 and "tokenizer" in said.err
+    Tokenizer.train(["steel\n"] * 9, 257).save(Path(folder) / "tokenizer.json")  # its ids are beyond the vocabulary
+    said = call("export", folder, "--to", "gguf", "--out", "m.gguf", "--skip-check", "--json")
+    assert said.code == 0, said.err
+    assert json.loads(said.out) == {"file": "m.gguf", "architecture": "llama", "kind": "f16", "checks": {}}
+    assert Path("m.gguf").read_bytes()[:4] == b"GGUF"
+    said = call("export", folder, "--to", "gguf", "--out", "m.gguf", "--skip-check")
+    assert said.code == 2 and "m.gguf: exists; choose another name, or pass --overwrite" in said.err
 
 
 def test_another_model_or_a_damaged_one_exits_with_1_and_writes_nothing(

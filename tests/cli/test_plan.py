@@ -150,6 +150,9 @@ def test_serving(call: Call) -> None:
     assert best["gpu"] == "A100-80GB" and best["tpot_s"] <= 0.05 and best["ttft_s"] <= 0.5
     answered = 10 * 3600 * 250 / 1e6  # millions of output tokens an hour
     assert best["usd_per_million_output"] == pytest.approx(best["usd_hour"] / answered)
+    said = call(*line, "--emit", "vllm")
+    assert said.code == 0 and "written  vllm.yaml" in said.out
+    assert "\nmax-model-len: 2048\n" in Path("vllm.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -171,6 +174,7 @@ def test_serving(call: Call) -> None:
         (("none.yaml", "--gpus", "8xA100"), "none.yaml: no such file"),
         (("serve", "--model", "7b", "--rps", "10", "--ttft", "0ms"), "--ttft 0ms: write a time above 0"),
         (("serve", "--model", "70b", "--rps", "1", "--tpot", "1ms"), "write --tpot"),
+        (("serve", "--model", "7b", "--rps", "1", "--emit", "ollama"), "--emit ollama: write vllm, tensorrt-llm"),
     ],
     ids=str,
 )

@@ -24,6 +24,7 @@ from bessemer.cli import (
     data,
     demo,
     evaluate,
+    export,
     generate,
     inspect,
     launch,
@@ -66,7 +67,7 @@ app.command("chaos")(chaos.chaos)
 app.command("generate")(generate.generate)
 app.add_typer(evaluate.app, name="evaluate")
 app.add_typer(align.app, name="align")
-app.command("export")(model.export)
+app.command("export")(export.export)
 app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
 app.command("new")(new.new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,13 +148,15 @@ def simulate(
 
 @app.command()
 def serve(
-    model: str = typer.Option(..., "--model", help="A size or a preset, such as 7B or llama-7b."),
+    model: str = typer.Option(..., "--model", help="A size or a preset, such as 7B, or a run or exported folder."),
     rps: float = typer.Option(..., "--rps", help="Requests per second."),
     ttft: str | None = typer.Option(None, "--ttft", help="Longest time to the first token (default: 500ms)."),
     tpot: str | None = typer.Option(None, "--tpot", help="Longest time per output token (default: 30ms)."),
     prompt: int = typer.Option(1000, "--prompt", help="Tokens of a prompt."),
     answer: int = typer.Option(250, "--answer", help="Tokens of an answer."),
     gpus: str | None = typer.Option(None, "--gpus", help="A GPU type, such as H100. Default: the cheapest."),
+    emit: str | None = typer.Option(None, "--emit", help="Write a launch file for vllm, tensorrt-llm or sglang."),
+    out: Path | None = typer.Option(None, "--out", help="With --emit: the file (default: ENGINE.yaml)."),
     as_json: bool = AS_JSON,
 ) -> None:
     """Plan serving: GPUs, replicas, engine settings and the price of a million tokens for a load and two latencies.
@@ -163,8 +166,20 @@ def serve(
     from bessemer.plan.cost_model.serving import find_serving, parse_demand, serving_json, serving_lines
     from bessemer.plan.request import request_from_options
 
-    shape, demand = request_from_options(model).shape, parse_demand(rps, prompt, answer, ttft, tpot)
+    if is_folder := Path(model).is_dir():
+        from bessemer.export.describe import find_shape
+
+        shape = find_shape(model)
+    else:
+        shape = request_from_options(model).shape
+    demand = parse_demand(rps, prompt, answer, ttft, tpot)
     options = find_serving(shape, demand, gpus)
+    if emit is not None:
+        from bessemer.plan.serving_files import launch_plan, write_launch_file
+
+        plan = launch_plan(str(Path(model).absolute()) if is_folder else "MODEL", shape, demand, options[0])
+        file = write_launch_file(emit, plan, out or Path(f"{emit}.yaml"))
+        print(f"written  {file}", file=sys.stderr if as_json else sys.stdout)
     _print(serving_json(shape, demand, options), serving_lines(shape, demand, options), as_json)
 
 
@@ -252,8 +267,6 @@ def _print(data: dict[str, Any], lines: list[str], as_json: bool) -> None:
 
 def _ask_missing(answers: InterviewAnswers) -> InterviewAnswers:
     """Ask for what the options leave out, if a person is there to answer."""
-    import sys
-
     from bessemer.plan.request import ask_missing
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -351,7 +364,6 @@ def _write(proposal: Proposal, path: Path | None, as_json: bool) -> None:
     if path is None:
         return
     import shlex
-    import sys
 
     from bessemer.plan.present import spec_text, write_spec
 

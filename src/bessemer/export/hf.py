@@ -193,7 +193,7 @@ def to_hf(
 
     written = {str(dtypes[name]).removeprefix("torch.") for name in parameters}
     dtype_name = written.pop() if len(written) == 1 else "float32"
-    files, ids = _other_files(native, source)
+    files, ids = other_files(native.place, shape, native.tokenizer, source)
     config = chosen.config(shape) | {"dtype": dtype_name} | ids
     if shape.labels and native.tokenizer and config.get("pad_token_id") is None:
         # transformers classifies the last token that is no padding.
@@ -226,7 +226,7 @@ def _wrapped_to_hf(native: NativeModel, out: Path, dtype: str, overwrite: bool) 
     tokens_BT, origin = real_tokens(shape, native.tokenizer, native.place)
     with atomic_folder(out, overwrite) as folder:
         model.inner.to(kind).save_pretrained(folder)
-        for name, content in _other_files(native, find_origin(native.place))[0].items():
+        for name, content in other_files(native.place, shape, native.tokenizer, find_origin(native.place))[0].items():
             _write(folder / name, content)
         with torch.no_grad():
             native_BTV, hf_BTV = (m.logits(m(tokens_BT)) for m in (model.float(), wrap(folder, "cpu").eval()))
@@ -299,18 +299,20 @@ def carried_keys(original: Mapping[str, Any], family: Family, config: dict[str, 
     return extra if harmless(extra) else {key: value for key, value in extra.items() if harmless({key: value})}
 
 
-def _other_files(native: NativeModel, origin: ModelOrigin | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def other_files(
+    place: Path, shape: ModelShape, tokenizer: Tokenizer | None, origin: ModelOrigin | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tokenizer files and token ids: those of the imported model, or generated from the run's."""
     if origin is None or not origin.own_tokenizer:
-        if native.tokenizer is None:
+        if tokenizer is None:
             return {}, {}
-        begins = native.shape.causal and not native.shape.labels
-        files, ids = tokenizer_files(native.tokenizer, native.place, native.shape.max_positions, begins)
+        begins = shape.causal and not shape.labels
+        files, ids = tokenizer_files(tokenizer, place, shape.max_positions, begins)
         return files, dict(ids)
     folder = origin.folder
     files = dict(folder.tokenizer_files)
-    if not origin.copied and native.tokenizer is not None:
-        files = update_tokenizer_files(files, native.tokenizer, native.place)
+    if not origin.copied and tokenizer is not None:
+        files = update_tokenizer_files(files, tokenizer, place)
     if folder.generation_config is not None:
         files["generation_config.json"] = folder.generation_config
     return files, {key: folder.config[key] for key in TOKEN_IDS if key in folder.config}

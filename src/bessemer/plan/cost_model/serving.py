@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.cost import Price, PriceList, Term, load_prices
-from bessemer.plan.hardware import Gpu, gpu_catalogue, parse_cluster
+from bessemer.plan.hardware import Gpu, find_gpu, gpu_catalogue, parse_cluster
 from bessemer.plan.present import WIDTH
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.shape import ModelShape, active_parameters, cache_bytes, matmul_parameters
@@ -114,7 +114,7 @@ def weight_bytes(shape: ModelShape, precision: Precision) -> float:
 
 
 class _Replica:
-    """Timing of one replica."""
+    """ReplicaTiming of one replica."""
 
     def __init__(self, shape: ModelShape, gpu: Gpu, precision: Precision, split: int, demand: ServingDemand) -> None:
         self.demand, self.split = demand, split
@@ -191,6 +191,22 @@ class _Replica:
             middle = (low + high) / 2
             low, high = (middle, high) if self.fits(middle) else (low, middle)
         return low
+
+
+@dataclass(frozen=True)
+class ReplicaTiming:
+    """A replica's step at the planned load: fixed seconds, and those of each prompt token that it reads beside."""
+
+    step_s: float
+    token_s: float
+
+    def chunk_s(self, tokens: int) -> float:
+        return self.step_s + tokens * self.token_s
+
+
+def timing(shape: ModelShape, demand: ServingDemand, option: Serving) -> ReplicaTiming:
+    replica = _Replica(shape, find_gpu(option.gpu), option.precision, option.tensor_parallel, demand)
+    return ReplicaTiming(replica.step_s(option.sequences), replica.per_token / replica.flops + replica.moved_s)
 
 
 def serve(
