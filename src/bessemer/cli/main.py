@@ -21,6 +21,7 @@ from bessemer.cli import (
     bench,
     chaos,
     checkpoints,
+    compress,
     data,
     demo,
     generate,
@@ -66,6 +67,7 @@ app.command("generate")(generate.generate)
 app.command("evaluate")(model.evaluate)
 app.add_typer(align.app, name="align")
 app.command("export")(model.export)
+app.command("compress")(compress.compress)
 app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
 app.command("new")(new.new)

@@ -22,6 +22,7 @@ from bessemer.errors import UserError
 from bessemer.model.adapters import MergedWeights
 from bessemer.model.classifier import read_model
 from bessemer.model.families.adapter import AdapterFolder
+from bessemer.model.families.compressed_tensors import open_folder
 from bessemer.model.families.folder import HfFolder, find_origin, load_weights
 from bessemer.model.families.registry import needs_wrap
 from bessemer.model.generate import Generator, Request, Sampling
@@ -160,7 +161,7 @@ class ModelFiles:
 
     @property
     def hf_folder(self) -> HfFolder:
-        return AdapterFolder(self.place) if os.path.exists(self.place / ADAPTER_CONFIG) else HfFolder(self.place)
+        return AdapterFolder(self.place) if os.path.exists(self.place / ADAPTER_CONFIG) else open_folder(self.place)
 
 
 def find_model(folder: str | Path, which: str = "last") -> ModelFiles:
