@@ -39,7 +39,7 @@ from bessemer.train.trained import find_model
 
 METHODS = ("auto", "gptq", "awq", "rtn")
 LIMITS = {"int4": 0.08, "int8": 0.02, "fp8": 0.02}  # of the increase of perplexity
-LEAST_ROWS = 8
+LEAST_ROWS, POOL = 8, 16
 TOLERANCE = 1e-3  # of log-probabilities computed by transformers, relative to the largest
 GROUPS = (128, 64, 32)
 
@@ -90,15 +90,15 @@ def source_folder(model: Path, checkpoint: str, scratch: Path, report: ProgressR
 
 
 def text_rows(texts: Iterable[str], tokenizer: Tokenizer, rows: int, length: int) -> Tensor:
-    """(rows, length) ids of the first texts, each after an end of document; fewer rows if the text is shorter."""
+    """(rows, length) ids, evenly spaced in the first POOL times as many; each text follows an end of document. Fewer
+    rows if the text is shorter."""
     pieces = ([tokenizer.eos_id, *tokenizer.encode(text)] for text in texts)
-    ids = torch.tensor(list(islice(chain.from_iterable(pieces), rows * length)))
+    ids = torch.tensor(list(islice(chain.from_iterable(pieces), POOL * rows * length)))
     if len(ids) < LEAST_ROWS * length:
-        need = f"{LEAST_ROWS} rows of {length}"
-        raise UserError(
-            f"--text: {len(ids):,} tokens are too few: give {need}, {LEAST_ROWS * length:,} tokens, or more"
-        )
-    return ids[: len(ids) // length * length].view(-1, length)
+        need = f"{LEAST_ROWS} rows of {length}, {LEAST_ROWS * length:,} tokens, or more"
+        raise UserError(f"--text: {len(ids):,} tokens are too few: give {need}, or a smaller --length")
+    pool_RT = ids[: len(ids) // length * length].view(-1, length)
+    return pool_RT[torch.linspace(0, len(pool_RT) - 1, min(rows, len(pool_RT))).long()]
 
 
 def weight_format(to: str, group: int, layers: Iterable[torch.nn.Linear]) -> WeightFormat:
