@@ -33,6 +33,7 @@ def compress(
     dtype: str = typer.Option("auto", "--dtype", help="Of what stays unquantized: bf16, fp16, fp32 or auto."),
     checkpoint: str = CHECKPOINT,
     device: str = DEVICE,
+    skip_check: bool = typer.Option(False, "--skip-check", help="Do not open the result with transformers."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing model."),
     verbose: bool = typer.Option(False, "--verbose", help="Print the method and the errors of every layer."),
     as_json: bool = AS_JSON,
@@ -81,7 +82,7 @@ def compress(
             tokens_RT = compression.text_rows(read_texts(text, text_field), tokenizer, rows, min(length, context))
             unit = pick_device(ParallelSpec(device=device))  # type: ignore[arg-type]
             result = compression.compress(
-                source, tokens_RT, place, to, method, group, dtype, allowed, unit, overwrite, report
+                source, tokens_RT, place, to, method, group, dtype, allowed, unit, overwrite, not skip_check, report
             )
     except (compression.QualityTooLow, DamagedCheckpoint) as error:
         print(f"{error}\nnothing was written", file=sys.stderr)
@@ -116,7 +117,7 @@ def _print(result: CompressedModel, group: int, verbose: bool) -> None:
     print_rows(rows)
     speed = result.read_bytes[0] / result.read_bytes[1]
     print(f"generation of single answers can become up to {speed:.1f} x as fast, where reading weights limits it")
-    opened = "not opened with transformers: that needs the package compressed-tensors, and memory for the model"
+    opened = "not opened with transformers: that needs `pip install bessemer[compress]` and memory for the whole model"
     if result.opened is not None:
         opened = f"opened with transformers: log-probabilities differ by {result.opened:.1e}"
     print(f"{opened}\nwritten  {result.folder}")

@@ -116,10 +116,11 @@ def weight_format(to: str, group: int, layers: Iterable[torch.nn.Linear]) -> Wei
 def compress(
     source: HfFolder, tokens_RT: Tensor, out: Path, to: str, method: str = "auto", group: int = 128,
     dtype: str = "auto", limit: float | None = None, device: torch.device | None = None, overwrite: bool = False,
-    report: ProgressReport = silent,
+    check: bool = True, report: ProgressReport = silent,
 ) -> CompressedModel:  # fmt: skip
     """Compress a folder, calibrated and measured on rows of text. `limit` is the largest increase of perplexity, as a
-    share; None is the format's. Raises QualityTooLow, and writes nothing, beyond it."""
+    share; None is the format's. Raises QualityTooLow, and writes nothing, beyond it. `check`: open the result with
+    transformers, if it and compressed-tensors are installed."""
     family, shape = _check_source(source)
     model = network(shape)
     check_folder(model, source, family)
@@ -141,7 +142,8 @@ def compress(
         _check_quality(quality, LIMITS[to] if limit is None else limit)
         report("reading back")
         _check_readback(folder, digests)
-        opened = _open_with_transformers(folder, tokens_RT[blocks.test_rows[0]], blocks.sample_logits, plan)
+        first_T = tokens_RT[blocks.test_rows[0]]
+        opened = _open_with_transformers(folder, first_T, blocks.sample_logits, plan) if check else None
     after = sum(math.prod(size) * kind.itemsize for _, size, kind in plan)
     before = sum(source.tensors[name].bytes for mapping in mappings for name in mapping.hf_names)
     embedding = 0 if shape.tied else model.embedding.weight.numel()  # a lookup reads one row of it
