@@ -103,8 +103,8 @@ def text_rows(texts: Iterable[str], tokenizer: Tokenizer, rows: int, length: int
 
 def weight_format(to: str, group: int, layers: Iterable[torch.nn.Linear]) -> WeightFormat:
     """Groups that divide the inputs of every layer."""
-    if to == "fp8":
-        return WeightFormat("fp8", 8)
+    if to == "fp8" or not group:
+        return WeightFormat(to, 4 if to == "int4" else 8)
     sizes = {layer.in_features for layer in layers}
     fitting = [size for size in (group, *GROUPS) if size <= group and not any(inputs % size for inputs in sizes)]
     if not fitting:
