@@ -166,13 +166,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     spec = {
         "name": "code", "runs": str(place / "runs"), "precision": "fp32",
-        "model": {"width": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 384}, "tokenizer": {"vocab": 1024},
-        "data": {"sources": {"code": [str(path) for path in modules[::2]]}, "context": 128, "validation": 0.02},
-        "budget": {"steps": 400, "batch": 4096}, "parallel": {"device": "cpu", "threads": 1},
-        "checkpoint": {"every": 400},
+        "model": {"width": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 192}, "tokenizer": {"vocab": 512},
+        "data": {"sources": {"code": [str(path) for path in modules[:60:2]]}, "context": 64, "validation": 0.02},
+        "budget": {"steps": 200, "batch": 2048}, "parallel": {"device": "cpu", "threads": 1},
+        "optimizer": {"lr": 0.01}, "checkpoint": {"every": 200},
     }  # fmt: skip
     assert train(RunSpec.model_validate(spec)).kind == "finished"
-    return place / "runs" / "code", modules[1::2]
+    return place / "runs" / "code", modules[1:60:2]
 
 
 @pytest.mark.slow
@@ -184,12 +184,13 @@ def test_gptq_and_awq_of_a_trained_model(trained: tuple[Path, list[Path]], tmp_p
 
     run, modules = trained
     tokenizer = Tokenizer.load(run / "tokenizer.json", "<|endoftext|>")
-    tokens_RT = text_rows((path.read_text() for path in modules), tokenizer, 128, 128)
+    tokens_RT = text_rows((path.read_text() for path in modules), tokenizer, 128, 64)
     with source_folder(run, "last", tmp_path) as source:
         results = {
-            method: compress(source, tokens_RT, tmp_path / method, "int4", method, 64)
+            method: compress(source, tokens_RT, tmp_path / method, "int4", method, 64, limit=0.5)
             for method in ("rtn", "awq", "gptq", "auto")
         }
+    print({name: (result.quality, result.opened) for name, result in results.items()})
     for method in ("awq", "gptq", "auto"):
         result = results[method]
         assert result.quality.increase < min(0.03, 0.8 * results["rtn"].quality.increase), method

@@ -94,7 +94,7 @@ def run_code(samples: Sequence[CodeSample], workers: int | None = None) -> list[
     if not samples:
         return []
     check_isolation()
-    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         return list(pool.map(_run, samples))
 
 

@@ -185,7 +185,7 @@ def answer_turns(endpoint: Endpoint, rows: Sequence[Row]) -> list[Row]:
 
 def _messages(turns: Sequence[str], answers: Sequence[str]) -> list[dict[str, str]]:
     """The turns of a user with the answers between them."""
-    messages = []
+    messages: list[dict[str, str]] = []
     for i, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
         messages += [{"role": "assistant", "content": answers[i]}] if i < len(answers) else []
@@ -289,8 +289,8 @@ def score_facts(rows: Sequence[Row], results: Sequence[FactVerdict]) -> FactScor
     return FactScores(
         answers=len(rows), unread=len(rows) - len(read) + sum(r.verdicts.count(None) for r in read), claims=len(words),
         contradicting=sum("contradicted" in r.verdicts for r in read) / len(read) if read else None,
+        supported=shares["supported"], contradicted=shares["contradicted"], absent=shares["absent"],
         labelled=len(labelled), kappa=cohen_kappa(*map(list, zip(*labelled, strict=True))) if labelled else None,
-        **shares,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,7 +125,7 @@ class BlockQuantizer:
     def _quantize(
         self, group: InputGroup, prefix: str, hessian_II: Tensor | None = None, judge_II: Tensor | None = None
     ) -> None:
-        weight_OI, errors = group.weight, {}
+        weight_OI, errors = group.weight, dict[str, float]()
         if hessian_II is None or judge_II is None:
             candidates: dict[str, tuple[QuantizedWeight, Tensor | None]]
             candidates = {"rtn": (round_to_nearest(weight_OI, self.form, self.dtype), None)}
@@ -225,11 +226,9 @@ class BlockQuantizer:
         """Measured on the test rows, after the last block."""
         while self.block < self.model.shape.layers - 1:
             self._advance()
-        sums = torch.zeros(4, dtype=torch.float64)
+        sums, ends = torch.zeros(4, dtype=torch.float64), [self._ends(rounded) for rounded in (False, True)]
         for row, hidden in enumerate(zip(self._full, self._hidden[self.test_rows], strict=True)):
-            before_TV, after_TV = (
-                self._logits(x_TW, rounded).log_softmax(-1) for x_TW, rounded in zip(hidden, (False, True), strict=True)
-            )
+            before_TV, after_TV = map(self._log_probabilities, hidden, ends)
             targets_T = self.tokens_RT[self.test_rows[row], 1:].to(self.device)
             losses = [F.nll_loss(x_TV[:-1], targets_T, reduction="sum") for x_TV in (before_TV, after_TV)]
             kl = F.kl_div(after_TV, before_TV, reduction="sum", log_target=True)
@@ -237,28 +236,26 @@ class BlockQuantizer:
             sums += torch.stack([*losses, kl, same]).double().cpu()
             if row == 0:
                 self.sample_logits = after_TV[:SAMPLE_TOKENS].cpu()
-        self._head(None)
         rows, T = len(self.test_rows), self.tokens_RT.shape[1]
         before, after = (math.exp(min(float(total) / (rows * (T - 1)), 700.0)) for total in sums[:2])
         return Quality(rows * (T - 1), before, after, float(sums[2]) / (rows * T), float(sums[3]) / (rows * T))
 
-    def _logits(self, x_TW: Tensor, rounded: bool) -> Tensor:
-        self._head(rounded)
-        x_1TW = x_TW[None].to(self.device)
-        return self.model.logits(self.model.norm(x_1TW))[0].float()
+    def _ends(self, rounded: bool) -> dict[str, nn.Module | nn.Parameter]:
+        """The final norm and the head of the original model, or of the quantized one."""
+        read, ends = self._reader(rounded), dict[str, nn.Module | nn.Parameter]()
+        for name in ("norm", "embedding" if self.model.shape.tied else "head"):
+            module = deepcopy(getattr(self.model, name))
+            _fill(module, f"{name}.", read, self.device)
+            ends[name] = module
+        if self.model.head_bias is not None:
+            ends["head_bias"] = nn.Parameter(read("head_bias").float().to(self.device), requires_grad=False)
+        return ends
 
-    def _head(self, rounded: bool | None) -> None:
-        """Loads the final norm and the head; None frees them."""
-        head = "embedding" if self.model.shape.tied else "head"
-        modules = {"norm.": self.model.norm, f"{head}.": getattr(self.model, head)}
-        for prefix, module in modules.items():
-            if rounded is None:
-                module.to("meta")
-            else:
-                _fill(module, prefix, self._reader(rounded), self.device)
-        if self.model.head_bias is not None and rounded is not None:
-            bias_V = self._reader(rounded)("head_bias").float()
-            self.model.head_bias = nn.Parameter(bias_V.to(self.device), requires_grad=False)
+    def _log_probabilities(self, x_TW: Tensor, ends: dict[str, nn.Module | nn.Parameter]) -> Tensor:
+        for name, part in ends.items():
+            setattr(self.model, name, part)
+        hidden_1TW = self.model.norm(x_TW[None].to(self.device))
+        return self.model.logits(hidden_1TW)[0].float().log_softmax(-1)
 
 
 def _fp8_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:

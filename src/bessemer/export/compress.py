@@ -124,11 +124,11 @@ def compress(
     family, shape = _check_source(source)
     model = network(shape)
     check_folder(model, source, family)
-    names = {f"{name}.weight" for name in linear_layers(model) if name.startswith("blocks.")}
-    form = weight_format(to, group, [model.get_submodule(name.removesuffix(".weight")) for name in names])
+    layers = {f"{name}.weight": layer for name, layer in linear_layers(model).items() if name.startswith("blocks.")}
+    form = weight_format(to, group, layers.values())
     kept = _kept_dtype(source, dtype)
     mappings = list(family.weight_mappings(shape))
-    quantized = {m.hf_names[0] for m in mappings if names.issuperset(m.native_names)}
+    quantized = {m.hf_names[0] for m in mappings if layers.keys() >= set(m.native_names)}
     _check_rows([m for m in mappings if m.hf_names[0] in quantized], model)
     _, read = blank_and_reader(source, shape, family)
     plan, digests = list(_plan(mappings, quantized, model, form, kept)), dict[str, str]()
@@ -175,7 +175,8 @@ def _check_source(source: HfFolder) -> tuple[Family, ModelShape]:
     if needs_wrap(source.config):
         raise UserError(f"{source.path}: has no native family, and only those can be compressed")
     family, shape = read_shape(source.config)
-    if shape.moe is not None or shape.decoder_layers or not shape.causal or shape.labels or shape.head_transform:
+    other = shape.decoder_layers or not shape.causal or shape.labels or shape.norm_place == "post"
+    if shape.moe is not None or other:
         raise UserError(
             f"{source.path}: only dense models that predict the next token can be compressed: not experts, encoders, "
             "encoder-decoders or classifiers"

@@ -68,13 +68,13 @@ def _groups(block: TransformerBlock) -> Iterator[InputGroup]:
     shape, attention = block.shape, getattr(block, "attention", None)
     ffn = block.ffn if block.has_ffn else None
     normed = shape.norm_place in ("pre", "sandwich")
-    first = {}
+    first: dict[str, nn.Linear] = {}
     if isinstance(ffn, FeedForward):
         yield InputGroup({"ffn.down": ffn.down}, ffn.up if ffn.gate is not None else None)
         first = {"ffn.up": ffn.up} if ffn.gate is None else {"ffn.gate": ffn.gate, "ffn.up": ffn.up}
         if shape.parallel != "one_norm":
             yield InputGroup(first, block.ffn_norm if normed else None)
-            first = {}
+            first: dict[str, nn.Linear] = {}
     if type(attention) is Attention:
         yield InputGroup({"attention.out": attention.out}, attention.value, shape.kv_heads, shape.head_dim)
         projections = {name: getattr(attention, name) for name in ("query", "key", "value")}
