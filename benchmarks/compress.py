@@ -65,9 +65,9 @@ def main() -> None:
         row = {key: value for key, value in result.to_json().items() if key != "folder"}
         report["cases"].append({"case": case, **row, "cpu_s": round(time.process_time() - began_s, 1)})
         print(json.dumps(report["cases"][-1]), flush=True)
-    if arguments.save:
-        path = Path(__file__).parent / "results" / f"{report['date']}-compress.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        if arguments.save:  # after each case: the run may be long
+            path = Path(__file__).parent / "results" / f"{report['date']}-compress.json"
+            path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def python_files(place: Path) -> list[Path]:
