@@ -178,11 +178,11 @@ def pack(
     packed = PackResult(name, manifest.bytes)
     tensors: dict[str, dict[str, Any]] = {}
     for tensor_name, tensor in SavedTensors(checkpoint).items():
-        kept = tensor
+        values = tensor
         if threshold is not None and bases and not is_exact(tensor_name, tensor) and bases.is_like(tensor_name, tensor):
-            kept, changed = keep_changes(tensor, bases[tensor_name], threshold)
+            values, changed = keep_changes(tensor, bases[tensor_name], threshold)
             packed.compared, packed.changed = packed.compared + tensor.numel(), packed.changed + changed
-        rounded = round_tensor(tensor_name, kept, rounding)
+        rounded = round_tensor(tensor_name, values, rounding)
         stored = rounded.stored
         layout = {"dtype": str(stored.dtype).removeprefix("torch."), "shape": list(stored.shape)} | rounded.how
         base = bases.entries.get(tensor_name, {}) if bases else {}

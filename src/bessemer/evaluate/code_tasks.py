@@ -53,9 +53,9 @@ def code_sample(row: Mapping[str, Any], completion: str, timeout_s: float = 5.0)
     code = extract_code(completion)
     if "entry_point" in row and "test" in row:
         prompt, entry_point = str(row["prompt"]), str(row["entry_point"])
-        whole = re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", code, re.MULTILINE)
+        definition = re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", code, re.MULTILINE)
         # A rewritten function may need the imports and helpers of the prompt.
-        program = f"{prompt}\n    pass\n\n{code}" if whole else prompt + cut_at_stops(code)
+        program = f"{prompt}\n    pass\n\n{code}" if definition else prompt + cut_at_stops(code)
         return CodeSample(task_id, program, str(row["test"]), entry_point, timeout_s)
     tests = row.get("test_list")
     if isinstance(tests, str):

@@ -204,8 +204,8 @@ def judge_turns(endpoint: Endpoint, rows: Sequence[Row], rubric: str = TURN_RUBR
         reference = {"reference": str(row["references"][turn])} if turn < len(row.get("references") or ()) else {}
         texts.append(in_tags(conversation=conversation_text(before), **reference, answer=str(row["answers"][turn])))
     grades = (parse_grade(reply) for reply in _ask(endpoint, system, texts))
-    kept = iter([grade if grade is not None and 1 <= grade <= 10 else None for grade in grades])
-    return [[next(kept) for _ in row["turns"]] for row in rows]
+    readable = iter([grade if grade is not None and 1 <= grade <= 10 else None for grade in grades])
+    return [[next(readable) for _ in row["turns"]] for row in rows]
 
 
 def score_turns(rows: Sequence[Row], grades: Sequence[Sequence[float | None]]) -> TurnScores:
@@ -260,10 +260,10 @@ def judge_facts(endpoint: Endpoint, rows: Sequence[Row]) -> list[FactVerdict]:
     texts = [in_tags(**_question(row), answer=str(row["answer"])) for row in listing]
     listed = iter([parse_texts(reply) for reply in _ask(endpoint, f"{CLAIM_RUBRIC} {DATA}", texts)])
     claims = [list(map(str, row["claims"])) if "claims" in row else next(listed) for row in rows]
-    pairs = [(row, claim) for row, found in zip(rows, claims, strict=True) for claim in found or ()]
+    pairs = [(row, claim) for row, texts in zip(rows, claims, strict=True) for claim in texts or ()]
     shown = [in_tags(reference=str(row["reference"]), claim=claim) for row, claim in pairs]
     replies = iter(_ask(endpoint, f"{FACT_RUBRIC} {DATA}", shown))
-    return [FactVerdict(found, [_fact(next(replies)) for _ in found or ()]) for found in claims]
+    return [FactVerdict(texts, [_fact(next(replies)) for _ in texts or ()]) for texts in claims]
 
 
 def _question(row: Row) -> dict[str, str]:

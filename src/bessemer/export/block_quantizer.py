@@ -41,7 +41,7 @@ class LayerChoice:
 
 
 @dataclass(frozen=True)
-class Quality:
+class CompressionQuality:
     """Of the quantized model on the test rows, against the original. KL in nats per token."""
 
     tokens: int
@@ -222,7 +222,7 @@ class BlockQuantizer:
         return (lambda name: self.read(name).to(self.dtype)) if rounded else self.read
 
     @torch.no_grad()
-    def quality(self) -> Quality:
+    def quality(self) -> CompressionQuality:
         """Measured on the test rows, after the last block."""
         while self.block < self.model.shape.layers - 1:
             self._advance()
@@ -238,7 +238,9 @@ class BlockQuantizer:
                 self.sample_logits = after_TV[:SAMPLE_TOKENS].cpu()
         rows, T = len(self.test_rows), self.tokens_RT.shape[1]
         before, after = (math.exp(min(float(total) / (rows * (T - 1)), 700.0)) for total in sums[:2])
-        return Quality(rows * (T - 1), before, after, float(sums[2]) / (rows * T), float(sums[3]) / (rows * T))
+        return CompressionQuality(
+            rows * (T - 1), before, after, float(sums[2]) / (rows * T), float(sums[3]) / (rows * T)
+        )
 
     def _ends(self, rounded: bool) -> dict[str, nn.Module | nn.Parameter]:
         """The final norm and the head of the original model, or of the quantized one."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.export.block_quantizer import BlockQuantizer, LayerChoice, Quality, TensorReader
+from bessemer.export.block_quantizer import BlockQuantizer, LayerChoice, CompressionQuality, TensorReader
 from bessemer.export.gate import WHOLE_BYTES, network
 from bessemer.export.hf import DTYPES, NOT_CARRIED, blank_and_reader, open_native, to_hf
 from bessemer.model.adapters import linear_layers
@@ -55,7 +55,7 @@ class CompressedModel:
 
     folder: Path
     form: WeightFormat
-    quality: Quality
+    quality: CompressionQuality
     choices: list[LayerChoice]
     bytes: tuple[int, int]
     read_bytes: tuple[int, int]
@@ -126,17 +126,17 @@ def compress(
     check_folder(model, source, family)
     layers = {f"{name}.weight": layer for name, layer in linear_layers(model).items() if name.startswith("blocks.")}
     form = weight_format(to, group, layers.values())
-    kept = _kept_dtype(source, dtype)
+    stored_dtype = _stored_dtype(source, dtype)
     mappings = list(family.weight_mappings(shape))
     quantized = {m.hf_names[0] for m in mappings if layers.keys() >= set(m.native_names)}
     _check_rows([m for m in mappings if m.hf_names[0] in quantized], model)
     _, read = blank_and_reader(source, shape, family)
-    plan, digests = list(_plan(mappings, quantized, model, form, kept)), dict[str, str]()
+    plan, digests = list(_plan(mappings, quantized, model, form, stored_dtype)), dict[str, str]()
     with atomic_folder(out, overwrite) as folder, tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as hidden:
         used, unit = "rtn" if form.is_float else method, device or torch.device("cpu")
-        blocks = BlockQuantizer(model, read, form, used, kept, tokens_RT, unit, Path(hidden))
+        blocks = BlockQuantizer(model, read, form, used, stored_dtype, tokens_RT, unit, Path(hidden))
         tensors = _tensors(mappings, quantized, blocks, digests, report)
-        write_folder(folder, plan, tensors, _files(source, family, shape, form, kept))
+        write_folder(folder, plan, tensors, _files(source, family, shape, form, stored_dtype))
         report("measuring")
         quality = blocks.quality()
         _check_quality(quality, LIMITS[to] if limit is None else limit)
@@ -147,23 +147,23 @@ def compress(
     after = sum(math.prod(size) * kind.itemsize for _, size, kind in plan)
     before = sum(source.tensors[name].bytes for mapping in mappings for name in mapping.hf_names)
     embedding = 0 if shape.tied else model.embedding.weight.numel()  # a lookup reads one row of it
-    read_bytes = before - embedding * _source_dtype(source).itemsize, after - embedding * kept.itemsize
+    read_bytes = before - embedding * _source_dtype(source).itemsize, after - embedding * stored_dtype.itemsize
     return CompressedModel(out, form, quality, blocks.choices, (before, after), read_bytes, opened)
 
 
-def _check_quality(quality: Quality, limit: float) -> None:
+def _check_quality(quality: CompressionQuality, limit: float) -> None:
     if not quality.increase <= limit:  # NaN is too much
         change = f"{quality.increase:.1%}, from {quality.perplexity_before:.4g} to {quality.perplexity:.4g}"
         fix = "use more bits, smaller groups or more text, or raise --limit"
         raise QualityTooLow(f"perplexity rises by {change}; the limit is {limit:.1%}: {fix}")
 
 
-def _files(source: HfFolder, family: Family, shape: ModelShape, form: WeightFormat, kept: torch.dtype) -> Files:
+def _files(source: HfFolder, family: Family, shape: ModelShape, form: WeightFormat, stored_dtype: torch.dtype) -> Files:
     """The source's other files, and its config with the description of the format."""
     untied = family.weight_mappings(replace(shape, tied=False))
     head = next(m.hf_names[0].removesuffix(".weight") for m in untied if m.native_names == ("head.weight",))
     config = {key: value for key, value in source.config.items() if key not in NOT_CARRIED}
-    config |= {"dtype": str(kept).removeprefix("torch.")}
+    config |= {"dtype": str(stored_dtype).removeprefix("torch.")}
     config |= {"quantization_config": form.config({head, "lm_head"})}  # transformers renames some heads to lm_head
     files: dict[str, Any] = dict(source.tokenizer_files) | {"config.json": config}
     return files if source.generation_config is None else files | {"generation_config.json": source.generation_config}
@@ -189,7 +189,7 @@ def _source_dtype(source: HfFolder) -> torch.dtype:
     return Counter(info.dtype for info in source.tensors.values()).most_common(1)[0][0]
 
 
-def _kept_dtype(source: HfFolder, dtype: str) -> torch.dtype:
+def _stored_dtype(source: HfFolder, dtype: str) -> torch.dtype:
     """fp32 weights become bf16, which servers compute in."""
     if dtype != "auto":
         return DTYPES[dtype]
@@ -208,20 +208,24 @@ def _check_rows(mappings: Iterable[WeightMapping], model: Decoder) -> None:
 
 
 def _plan(
-    mappings: Iterable[WeightMapping], quantized: set[str], model: Decoder, form: WeightFormat, kept: torch.dtype
+    mappings: Iterable[WeightMapping],
+    quantized: set[str],
+    model: Decoder,
+    form: WeightFormat,
+    stored_dtype: torch.dtype,
 ) -> Iterator[PlannedTensor]:
     """Name, shape and dtype of every tensor in the order of the mappings."""
-    blank = {name: torch.empty_like(tensor, dtype=kept) for name, tensor in model.state_dict().items()}
+    blank = {name: torch.empty_like(tensor, dtype=stored_dtype) for name, tensor in model.state_dict().items()}
     for name, tensor in (pair for m in mappings for pair in _converted(m, blank.__getitem__)):
         module, size = name.removesuffix(".weight"), tuple(tensor.shape)
         if name not in quantized:
-            yield name, size, kept
+            yield name, size, stored_dtype
         elif form.is_float:
             yield name, size, form.code_dtype
             yield f"{module}.weight_scale", (size[0], 1), torch.float32
         else:
             yield f"{module}.weight_packed", (size[0], math.ceil(size[1] * form.bits / 32)), torch.int32
-            yield f"{module}.weight_scale", (size[0], size[1] // (form.group or size[1])), kept
+            yield f"{module}.weight_scale", (size[0], size[1] // (form.group or size[1])), stored_dtype
             yield f"{module}.weight_shape", (2,), torch.int64
 
 
