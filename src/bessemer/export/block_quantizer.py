@@ -231,9 +231,9 @@ class BlockQuantizer:
             before_TV, after_TV = map(self._log_probabilities, hidden, ends)
             targets_T = self.tokens_RT[self.test_rows[row], 1:].to(self.device)
             losses = [F.nll_loss(x_TV[:-1], targets_T, reduction="sum") for x_TV in (before_TV, after_TV)]
-            kl = F.kl_div(after_TV, before_TV, reduction="sum", log_target=True)
-            same = (before_TV.argmax(-1) == after_TV.argmax(-1)).sum()
-            sums += torch.stack([*losses, kl, same]).double().cpu()
+            divergence = F.kl_div(after_TV, before_TV, reduction="sum", log_target=True)
+            agreeing = (before_TV.argmax(-1) == after_TV.argmax(-1)).sum()
+            sums += torch.stack([*losses, divergence, agreeing]).double().cpu()
             if row == 0:
                 self.sample_logits = after_TV[:SAMPLE_TOKENS].cpu()
         rows, T = len(self.test_rows), self.tokens_RT.shape[1]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.export.block_quantizer import BlockQuantizer, LayerChoice, CompressionQuality, TensorReader
+from bessemer.export.block_quantizer import BlockQuantizer, CompressionQuality, LayerChoice, TensorReader
 from bessemer.export.gate import WHOLE_BYTES, network
 from bessemer.export.hf import DTYPES, NOT_CARRIED, blank_and_reader, open_native, to_hf
 from bessemer.model.adapters import linear_layers
