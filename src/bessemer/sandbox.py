@@ -83,13 +83,11 @@ def run_python(code: str, stdin: str = "", limits: Limits | None = None, package
     return SandboxResult(status["status"], status["code"], stdout, stderr, tuple(status["enforced"]))
 
 
-def check_isolation(limits_only: bool, key: str) -> None:
-    """Refuses a machine without isolation, unless `limits_only`. `key` is the setting that allows it."""
+def check_isolation(limits_only: bool = False, key: str = "") -> None:
+    """Refuses a machine without isolation, unless `limits_only`. `key` is the setting that allows it, if any."""
     if not limits_only and (reason := _missing_isolation()):
-        raise UserError(
-            f"{reason}; or set {key}: limits, with which code that the model writes can read your files and use "
-            "the network"
-        )
+        other = f"; or set {key}: limits, with which code that the model writes can read your files and use the network"
+        raise UserError(reason + (other if key else ""))
 
 
 @lru_cache(maxsize=1)

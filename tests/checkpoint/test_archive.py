@@ -138,7 +138,7 @@ def test_bf16_rounds_and_says_by_how_much(
 ) -> None:
     weights = torch.tensor([1.0, 1.00390625, -3.015625, 0.0])  # the second lies halfway between two bf16 numbers
     state = {"model.w": weights, "optimizer.step": torch.tensor(1001.0), "guard.window": torch.tensor([1001.0])}
-    packed = pack(saved(shelf, state, manifest_of(1)), tmp_path / "store", "a", bf16=True)
+    packed = pack(saved(shelf, state, manifest_of(1)), tmp_path / "store", "a", rounding="bf16")
     expected = (weights.bfloat16().double() - weights.double()).abs().max().item()
     assert packed.errors == {"model": expected, "optimizer": 0.0, "guard": 0.0} and expected > 0
     back = dict(SavedTensors(unpack(tmp_path / "store", "a", tmp_path / "back")))
@@ -152,7 +152,7 @@ def test_bf16_of_what_is_not_finite_and_of_what_is_narrow(
 ) -> None:
     wide = torch.tensor([float("nan"), float("inf"), 1.0, 1.001])
     state = {"model.w": wide, "model.half": torch.tensor([1.001], dtype=torch.float16)}
-    packed = pack(saved(shelf, state, manifest_of(1)), tmp_path / "store", "a", bf16=True)
+    packed = pack(saved(shelf, state, manifest_of(1)), tmp_path / "store", "a", rounding="bf16")
     assert packed.errors["model"] == pytest.approx(1e-3, rel=1e-3)  # not hidden by the NaN
     back = dict(SavedTensors(unpack(tmp_path / "store", "a", tmp_path / "back")))
     assert torch.equal(back["model.half"], state["model.half"])  # bf16 would save nothing

@@ -220,6 +220,11 @@ def test_pack_and_unpack(call: Call, run: Path, tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensor) for name, tensor in weights(30).items())
     said = call("checkpoints", "pack", f"{run}:best", "--to", "small", "--dtype", "bf16")
     assert "model: largest error" in said.out and "optimizer: every bit the same" in said.out
+    assert "validation loss  not measured: " in said.out
+    delta = ("--delta-from", "demo.step-00000020.a1", "--threshold", "0.5")
+    said = call("checkpoints", "pack", str(run), "--to", "packed", "--name", "sparse", "--dtype", "int8", *delta)
+    assert said.code == 0 and "changed beyond 0.5: " in said.out
+    assert call("checkpoints", "pack", str(run), "--to", "x", "--threshold", "0.5").code == 2
     assert call("checkpoints", "pack", str(run), "--to", "x", "--compress", "lzma").code == 2
     said = call("checkpoints", "unpack", "packed", "nothing", "back")
     assert said.code == 2 and "there is demo.step-00000020.a1, demo.step-00000030.a1" in said.err

@@ -3,12 +3,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bessemer.checkpoint.archive import pack
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.errors import UserError
 from bessemer.run.directory import Run
-from bessemer.session.replay import documents_of
+from bessemer.session.replay import documents_of, packed_losses
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.schema import RunSpec
 
@@ -48,3 +51,17 @@ def test_text_from_a_file_that_is_not_utf8_is_not_said_to_stand_in_it(
     }
     (note,) = Run(run_folder(spec)).events("data_note")
     assert f"{path}: not UTF-8 (byte 6)" in note["reason"]
+
+
+def test_the_loss_of_a_pack_that_rounds(make_spec: Callable[..., RunSpec], tmp_path: Path) -> None:
+    """8 bits change the loss a little, and the loss of an exact pack is that of the checkpoint."""
+    spec = make_spec(budget={"steps": 20, "batch": 128})
+    Session(spec).train()
+    (*_, (folder, manifest)) = CheckpointStore(run_folder(spec) / "checkpoints").committed()
+    losses: dict[str, Any] = {}
+    for rounding in ("same", "int8"):
+        pack(folder, tmp_path / "store", rounding, rounding=rounding)
+        losses[rounding] = packed_losses(folder, tmp_path / "store", rounding)
+    assert losses["same"][0] == losses["same"][1] == pytest.approx(manifest.validation_loss, rel=1e-5)
+    assert losses["int8"][0] == losses["same"][0] and 0 < abs(losses["int8"][1] - losses["int8"][0]) < 0.01
+    assert "not in a run's folder" in str(packed_losses(tmp_path / "x" / "y" / "z", tmp_path / "store", "int8"))

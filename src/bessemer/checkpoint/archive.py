@@ -19,7 +19,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest, to_json, verify
+from bessemer.checkpoint.rounding import Rounding, is_exact, keep_changes, restore, round_tensor
 from bessemer.checkpoint.store import CheckpointStore
 from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.errors import UserError
@@ -49,6 +50,8 @@ class PackResult:
     tensors: int = 0
     already_there: int = 0
     as_difference: int = 0
+    compared: int = 0  # numbers that a threshold applied to, and how many of them changed beyond it
+    changed: int = 0
     errors: dict[str, float] = field(default_factory=dict)
 
 
@@ -159,32 +162,38 @@ def _tensor(raw: bytes, dtype: str, shape: list[int]) -> Tensor:
 
 
 def pack(
-    checkpoint: Path, store: Path, name: str, delta_from: str | None = None, codec: Codec = "zstd", bf16: bool = False
-) -> PackResult:
-    """Pack a checkpoint and read every tensor back. Exact except with `bf16`, which rounds weights and moments."""
+    checkpoint: Path, store: Path, name: str, delta_from: str | None = None, codec: Codec = "zstd",
+    rounding: Rounding = "same", threshold: float | None = None,
+) -> PackResult:  # fmt: skip
+    """Pack a checkpoint and read every tensor back. Exact unless `rounding` rounds weights and moments, or a
+    `threshold` leaves out their small changes since `delta_from` (see `keep_changes`)."""
     if Path(name).name != name:
         raise UserError(f"{name!r}: choose a name without a slash")
+    if threshold is not None and delta_from is None:
+        raise UserError(f"--threshold {threshold:g}: names the changes to keep: add --delta-from NAME")
     manifest = verify(checkpoint)
     store.mkdir(parents=True, exist_ok=True)
     archive = TensorArchive(store)
-    bases: Mapping[str, Any] = archive.index(delta_from)["tensors"] if delta_from else {}
+    bases = PackedTensors(store, delta_from) if delta_from else None
     packed = PackResult(name, manifest.bytes)
     tensors: dict[str, dict[str, Any]] = {}
     for tensor_name, tensor in SavedTensors(checkpoint).items():
-        group = tensor_name.partition(".")[0]
-        wide = tensor.is_floating_point() and tensor.element_size() > 2
-        # Counts stay exact, and so do biases that change by thousandths.
-        exact = tensor.ndim == 0 or tensor_name.endswith("choice_bias") or group not in ("model", "optimizer")
-        rounded = bf16 and wide and not exact
-        stored = tensor.bfloat16() if rounded else tensor
-        layout = {"dtype": str(stored.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        base = bases.get(tensor_name, {})
+        values = tensor
+        if threshold is not None and bases and not is_exact(tensor_name, tensor) and bases.is_like(tensor_name, tensor):
+            values, changed = keep_changes(tensor, bases[tensor_name], threshold)
+            packed.compared, packed.changed = packed.compared + tensor.numel(), packed.changed + changed
+        rounded = round_tensor(tensor_name, values, rounding)
+        stored = rounded.stored
+        layout = {"dtype": str(stored.dtype).removeprefix("torch."), "shape": list(stored.shape)} | rounded.how
+        base = bases.entries.get(tensor_name, {}) if bases else {}
         same_layout = {key: base.get(key) for key in layout} == layout
         key, written, differs = archive.put(
             _bytes(stored), stored.element_size(), codec, base["sha256"] if same_layout else None
         )
         tensors[tensor_name] = {**layout, "sha256": key, "was": str(tensor.dtype).removeprefix("torch.")}
-        packed.errors[group] = max(packed.errors.get(group, 0.0), _largest_error(stored, tensor) if rounded else 0.0)
+        group = tensor_name.partition(".")[0]
+        error = 0.0 if rounded.restored is tensor else _largest_error(rounded.restored, tensor)
+        packed.errors[group] = max(packed.errors.get(group, 0.0), error)
         packed.tensors += 1
         packed.bytes_written += written
         packed.already_there += written == 0
@@ -197,18 +206,39 @@ def pack(
     return packed
 
 
+class PackedTensors(Mapping[str, Tensor]):
+    """The tensors of a packed checkpoint as unpacking gives them back, each read and verified on access."""
+
+    def __init__(self, store: Path, name: str, prefix: str = "") -> None:
+        self._archive, self._prefix = TensorArchive(store), prefix
+        self.entries: dict[str, dict[str, Any]] = self._archive.index(name)["tensors"]
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self.entries[self._prefix + name]
+        stored = _tensor(self._archive.get(entry["sha256"]), entry["dtype"], entry["shape"])
+        return restore(stored, entry).to(getattr(torch, entry["was"]))
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in self.entries if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def is_like(self, name: str, tensor: Tensor) -> bool:
+        """Whether there is a tensor of that name, dtype and shape."""
+        entry = self.entries.get(name, {})
+        size = entry.get("values_shape", entry.get("shape"))
+        return size == list(tensor.shape) and entry["was"] == str(tensor.dtype).removeprefix("torch.")
+
+
 def unpack(store: Path, name: str, checkpoints: Path) -> Path:
     """Write a packed checkpoint to a checkpoints folder; the result verifies. Needs memory for one checkpoint."""
-    archive = TensorArchive(store)
-    index = archive.index(name)
+    index = TensorArchive(store).index(name)
     try:
         manifest = Manifest(**index["manifest"])
     except TypeError as error:
         raise DamagedCheckpoint(f"{store / name}.json: its manifest has another version: {error}") from None
-    state = {}
-    for tensor_name, entry in index["tensors"].items():
-        tensor = _tensor(archive.get(entry["sha256"]), entry["dtype"], entry["shape"])
-        state[tensor_name] = tensor.to(getattr(torch, entry["was"]))
+    state = dict(PackedTensors(store, name))
     target = CheckpointStore(checkpoints)
     folder = target.reserve(manifest.step, "model" if manifest.content == "model" else "step")
     target.write(folder, state, manifest)

@@ -313,7 +313,13 @@ def pack(
     to: Path = typer.Option(..., "--to", help="The folder of packed checkpoints."),
     delta_from: str = typer.Option("", "--delta-from", help="A packed checkpoint: store only the differences from it."),
     compress: str = typer.Option("zstd", "--compress", help="zstd, zlib or none."),
-    dtype: str = typer.Option("same", "--dtype", help="same, or bf16: weights and moments are rounded."),
+    dtype: str = typer.Option("same", "--dtype", help="same, or bf16 or int8: weights and moments are rounded."),
+    threshold: float | None = typer.Option(
+        None,
+        "--threshold",
+        min=0.0,
+        help="With --delta-from: keep only changes beyond this share of a tensor's root mean square, such as 0.001.",
+    ),
     name: str = typer.Option("", "--name", help="Its name there (default: RUN.CHECKPOINT)."),
     as_json: bool = AS_JSON,
 ) -> None:
@@ -326,25 +332,38 @@ def pack(
 
     from bessemer.checkpoint.archive import Codec
     from bessemer.checkpoint.archive import pack as run_pack
+    from bessemer.checkpoint.rounding import Rounding
     from bessemer.observe.progress import working
+    from bessemer.session.replay import packed_losses
     from bessemer.spec.quantity import human_bytes
 
-    if compress not in ("zstd", "zlib", "none") or dtype not in ("same", "bf16"):
-        raise UserError(f"--compress {compress} --dtype {dtype}: write zstd, zlib or none; same or bf16")
-    with reporting_damage(), working("packing"):
+    if compress not in ("zstd", "zlib", "none") or dtype not in ("same", "bf16", "int8"):
+        raise UserError(f"--compress {compress} --dtype {dtype}: write zstd, zlib or none; same, bf16 or int8")
+    losses: tuple[float, float] | str | None = None
+    with reporting_damage(), working("packing") as report:
         folder = find_checkpoint_at(checkpoint)
-        packed_name, codec = name or _packed_name(folder), cast(Codec, compress)
-        result = run_pack(folder, to, packed_name, delta_from or None, codec, bf16=dtype == "bf16")
+        packed_name, codec, rounding = name or _packed_name(folder), cast(Codec, compress), cast(Rounding, dtype)
+        result = run_pack(folder, to, packed_name, delta_from or None, codec, rounding, threshold)
+        if dtype != "same" or threshold is not None:
+            report("measuring the loss")
+            losses = packed_losses(folder, to, packed_name)
     if as_json:
-        print_json(asdict(result))
+        print_json(asdict(result) | ({"validation_loss": losses} if losses else {}))
         return
     share = result.bytes_written / max(1, result.bytes_before)
     print(
         f"{result.name}  {human_bytes(result.bytes_before)} -> {human_bytes(result.bytes_written)} ({share:.0%}); "
         f"{result.tensors} tensors, {result.already_there} already stored, {result.as_difference} as differences"
     )
+    if result.compared:
+        print(f"changed beyond {threshold:g}: {result.changed / result.compared:.2%} of {result.compared:,} numbers")
     for group, error in result.errors.items():
         print(f"read back  {group}: {'every bit the same' if error == 0 else f'largest error {error:.3g}'}")
+    if isinstance(losses, tuple):
+        before, after = losses
+        print(f"validation loss  {before:.5f} -> {after:.5f} ({after - before:+.5f})")
+    elif losses:
+        print(f"validation loss  not measured: {losses}")
 
 
 def _packed_name(folder: Path) -> str:

@@ -21,9 +21,11 @@ from bessemer.cli import (
     bench,
     chaos,
     checkpoints,
+    compress,
     data,
     demo,
     evaluate,
+    evaluate_judge,
     export,
     generate,
     inspect,
@@ -65,9 +67,11 @@ app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(inspect.app, name="inspect")
 app.command("chaos")(chaos.chaos)
 app.command("generate")(generate.generate)
+evaluate.app.add_typer(evaluate_judge.app, name="judge")
 app.add_typer(evaluate.app, name="evaluate")
 app.add_typer(align.app, name="align")
 app.command("export")(export.export)
+app.command("compress")(compress.compress)
 app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
 app.command("new")(new.new)

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from bessemer.align.rollout_stream import RolloutStream
 from bessemer.align.rollouts import FOLDER as ROLLOUTS
+from bessemer.checkpoint.archive import PackedTensors
 from bessemer.checkpoint.manifest import DamagedCheckpoint, Manifest
-from bessemer.checkpoint.store import CheckpointStore
+from bessemer.checkpoint.store import MODEL, CheckpointStore
+from bessemer.checkpoint.tensors import SavedTensors
 from bessemer.data.prepare import chat_template, open_prepared
 from bessemer.data.read import BadRow, SourcePart, divide_source, list_files, read_part
 from bessemer.data.read.entry import Document
@@ -81,6 +83,18 @@ def validator(folder: Path) -> Callable[[Mapping[str, Tensor]], float]:
         return evaluator.evaluate(model, objective).loss
 
     return loss
+
+
+def packed_losses(checkpoint: Path, store: Path, name: str) -> tuple[float, float] | str:
+    """The validation loss of a run's checkpoint and of its pack, or why there is none."""
+    run = checkpoint.absolute().parent.parent
+    if not (run / "events.jsonl").exists():
+        return "the checkpoint is not in a run's folder"
+    try:
+        loss = validator(run)
+    except UserError as error:
+        return str(error)
+    return loss(SavedTensors(checkpoint, MODEL)), loss(PackedTensors(store, name, MODEL))
 
 
 def stream_of(folder: str | Path) -> tuple[Run, BatchStream | RolloutStream, Data, TrainPlan]:

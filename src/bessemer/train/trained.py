@@ -24,6 +24,7 @@ from bessemer.errors import UserError
 from bessemer.model.adapters import MergedWeights, merge
 from bessemer.model.classifier import read_model
 from bessemer.model.families.adapter import AdapterFolder, VirtualFolder, is_virtual, read_adapter
+from bessemer.model.families.compressed_tensors import open_folder
 from bessemer.model.families.folder import HfFolder, find_origin, load_weights
 from bessemer.model.families.registry import needs_wrap
 from bessemer.model.generate import Generator, Request, Sampling
@@ -164,7 +165,7 @@ class ModelFiles:
     @property
     def hf_folder(self) -> HfFolder:
         if not os.path.exists(self.place / ADAPTER_CONFIG):
-            return HfFolder(self.place)
+            return open_folder(self.place)
         return VirtualFolder(self.place) if is_virtual(self.place) else AdapterFolder(self.place)
 
 
