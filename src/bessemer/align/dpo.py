@@ -2,9 +2,9 @@
 document and then the rejected one's; the loss of a step is the mean over its pairs. With `share_prefix` a pair's prompt
 is in the row once, and both answers continue it.
 
-Metrics, each a mean over pairs: accuracy (the chosen answer's reward is higher), margin and rewards (TRL's: beta times
-the log-ratio to the reference, or times the mean log-probability without one), and chosen_shift, the change of the
-chosen answer's log-probability. A falling chosen_shift is likelihood displacement (Razin et al. 2024).
+Metrics, each a mean over pairs: accuracy (the chosen answer's reward is higher; ties are half), margin and rewards
+(TRL's: beta times the log-ratio to the reference, or times the mean log-probability without one), and chosen_shift, the
+change of the chosen answer's log-probability. A falling chosen_shift is likelihood displacement (Razin et al. 2024).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bessemer.align.answers import DOCUMENT, LEARNED, REFERENCE, AnswerObjective, has_answer, sum_answers
-from bessemer.align.pair_losses import PAIR_LOSSES, PairLogps
+from bessemer.align.pair_losses import PAIR_LOSSES, PairLogps, chosen_wins
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.batches import Batch
 from bessemer.data.stream.groups import SHARED
@@ -87,7 +87,7 @@ class Dpo(AnswerObjective):
         sides = [
             values_BD[:, side::2].flatten() for values_BD in (logps_BD, tokens_BD, reference_BD) for side in (0, 1)
         ]
-        pairs, counted_P = PairLogps(*sides), counted_BP.flatten()
+        pairs, counted_P = PairLogps(*sides, self.spec.divergence, self.spec.alpha), counted_BP.flatten()
         losses_P = self.loss_of_pairs(pairs, self.spec)
         if losses_P.shape != counted_P.shape:
             shape = tuple(losses_P.shape)
@@ -107,10 +107,12 @@ class Dpo(AnswerObjective):
         beta = self.spec.beta_value
         if self.spec.needs_reference:
             rewards = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
+            size_P = beta * (pairs.chosen.abs() + pairs.rejected.abs())
         else:
             rewards = beta * pairs.chosen_mean, beta * pairs.rejected_mean
+            size_P = rewards[0].abs() + rewards[1].abs()
         values = {
-            "accuracy": (rewards[0] > rewards[1]).to(counted_P.dtype), "margin": rewards[0] - rewards[1],
+            "accuracy": chosen_wins(*rewards, size_P).to(counted_P.dtype), "margin": rewards[0] - rewards[1],
             "chosen_reward": rewards[0], "rejected_reward": rewards[1], "chosen_shift": pairs.chosen_ratio,
         }  # fmt: skip
         count = counted_P.sum()
