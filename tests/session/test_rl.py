@@ -75,7 +75,7 @@ def make(base: dict[str, Any], tmp_path: Path) -> Make:
     def spec_of(name: str = "rl", rl: dict[str, Any] | None = None, **parts: Any) -> RunSpec:
         settings = {"prompts": 4, "samples": 4, "max_tokens": 4, "rewards": {"right": "exact"}} | (rl or {})
         source = {"path": [str(base["folder"] / "prompts.jsonl")], "columns": {"prompt": "question"}}
-        data = {"sources": {"sums": source}, "context": 12, "validation": 0.1}
+        data = {"sources": {"sums": source}, "context": 12, "validation": 0.1} | parts.pop("data", {})
         return RunSpec.model_validate({
             "name": name, "runs": str(tmp_path / "runs"), "objective": "grpo", "start_from": base["start_from"],
             "model": MODEL, "rl": settings, "data": data, "budget": {"steps": 6}, "optimizer": {"lr": 1e-3},
@@ -144,6 +144,7 @@ def test_a_run_records_rewards_stores_its_rounds_and_answers_held_out_prompts(ma
     [
         ("grpo", {"minibatches": 2, "epochs": 2}, {}),
         ("ppo", {"minibatches": 2, "kl": {"beta": 0.1, "target": 1.0}}, {"objective": "ppo"}),
+        ("online_dpo", {"minibatches": 2}, {"objective": "online_dpo", "data": {"context": 20}}),
     ],
 )
 def test_a_killed_run_continues_with_the_same_rewards_and_losses(make: Make, name: str, rl: Any, parts: Any) -> None:
@@ -152,7 +153,7 @@ def test_a_killed_run_continues_with_the_same_rewards_and_losses(make: Make, nam
     assert train(whole).kind == "finished"
     assert train_until(killed, 3).kind == "interrupted"
     assert train(killed).kind == "finished"
-    more = ("ratio_high", "kl", "value_loss") if name == "ppo" else ("ratio_high",)
+    more = {"ppo": ("ratio_high", "kl", "value_loss"), "online_dpo": ("accuracy", "margin")}.get(name, ("ratio_high",))
     assert numbers(whole, *more) == numbers(killed, *more)
     validations = [[(r["step"], r["reward"]) for r in run_of(spec).validations()] for spec in (whole, killed)]
     assert validations[0] == validations[1]
@@ -219,18 +220,21 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "advantage": "group", "aggregate": "constant", "kl": {"beta": 0.1},
     },
     "ppo": {},
+    "online_dpo": {"samples": 16},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_objectives_train(make: Make, objective: str) -> None:
-    spec = make(objective, OBJECTIVES[objective], objective=objective, budget={"steps": 2}, evaluate={"every": 2})
+    parts = {"data": {"context": 20}} if objective == "online_dpo" else {}
+    settings, ends = OBJECTIVES[objective], {"budget": {"steps": 2}, "evaluate": {"every": 2}}
+    spec = make(objective, settings, objective=objective, **ends, **parts)
     assert train(spec).kind == "finished"
     records = list(run_of(spec).metrics())
     assert all(np.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in records)
     if objective == "ppo":
         assert records[1]["value_loss"] > 0 and records[0]["explained_variance"] < 0.5
-    if OBJECTIVES[objective].get("kl"):
+    if OBJECTIVES[objective].get("kl") or objective == "online_dpo":
         # Before the first update the model is its reference.
         assert records[0]["kl"] == pytest.approx(0, abs=1e-5) and records[1]["kl"] > 0
         assert "kl" in list(run_of(spec).validations())[-1]
@@ -243,6 +247,17 @@ def test_objectives_train(make: Make, objective: str) -> None:
         assert (chosen.sum(1) == 2).all() and best.size == 16
         assert all(rewards[p][chosen[p]].min() >= rewards[p][~chosen[p]].max() for p in range(4))
         assert records[0]["loss"] == pytest.approx(records[0]["entropy"], rel=1e-4)  # plain cross-entropy
+    if objective == "online_dpo":
+        made = RoundStore(run_folder(spec) / "rollouts").load(0)
+        assert made is not None
+        for group in range(4):
+            numbers = [n for n in range(16 * group, 16 * group + 16) if made.used[n]]
+            rewards = [sample.reward for sample in made.samples[16 * group : 16 * group + 16]]
+            assert len(numbers) == 2 * (max(rewards) > min(rewards))
+            for number in numbers:
+                extreme = max(rewards) if made.tokens_of(number, "advantages")[0] > 0 else min(rewards)
+                assert made.samples[number].reward == extreme
+        assert records[0]["loss"] == pytest.approx(np.log(2), abs=1e-6) and records[0]["accuracy"] == 0.5
     if objective == "grpo":
         assert records[0]["prompts_drawn"] >= 4
 
@@ -286,6 +301,8 @@ def test_a_prompt_that_leaves_no_room_is_named(make: Make) -> None:
         ("objective: sft", "a prompt needs completion, both chosen and rejected, or answers"),
         ("objective: pretrain\nrl: {prompts: 8}", "rl: has no effect with objective: pretrain"),
         ("objective: {grpo: {rewards: {a: exakt}}}", "did you mean exact"),
+        ("objective: {online_dpo: {rewards: {a: exact}, clip: 0.1}}", "clip: has no effect with objective: online_dpo"),
+        ("objective: {online_dpo: {rewards: {a: exact}}}\ndpo: {loss: orpo}", "online_dpo adds no cross-entropy"),
         ("objective: {rloo: {rewards: {a: exact}}}\nmodels: {critic: runs/x}", "uses no model of this name"),
     ],
 )

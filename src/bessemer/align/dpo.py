@@ -94,7 +94,7 @@ class Dpo(AnswerObjective):
             raise UserError(f"dpo.loss: {self.spec.loss} gave a tensor of shape {shape}; return a loss for each pair")
         losses_BP = losses_P.where(counted_P > 0, 0.0).view_as(counted_BP)  # no lengths where there is no pair
         losses_BT = torch.zeros_like(nll_BT).scatter_add(1, inputs.fields[PLACES], losses_BP.to(nll_BT.dtype))
-        terms, metrics = {}, self._metrics(pairs, counted_P)
+        terms, metrics = {}, pair_metrics(pairs, counted_P, self.spec)
         if self.spec.sft_weight:
             imitated_BT = inputs.fields[IMITATED]
             total = (nll_BT * imitated_BT).sum()
@@ -102,18 +102,20 @@ class Dpo(AnswerObjective):
             metrics["chosen_nll"] = (total.detach(), imitated_BT.sum())
         return ElementLosses(losses_BT, metrics, terms)
 
-    @torch.no_grad()
-    def _metrics(self, pairs: PairLogps, counted_P: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        beta = self.spec.beta_value
-        if self.spec.needs_reference:
-            rewards = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
-            size_P = beta * (pairs.chosen.abs() + pairs.rejected.abs())
-        else:
-            rewards = beta * pairs.chosen_mean, beta * pairs.rejected_mean
-            size_P = rewards[0].abs() + rewards[1].abs()
-        values = {
-            "accuracy": chosen_wins(*rewards, size_P).to(counted_P.dtype), "margin": rewards[0] - rewards[1],
-            "chosen_reward": rewards[0], "rejected_reward": rewards[1], "chosen_shift": pairs.chosen_ratio,
-        }  # fmt: skip
-        count = counted_P.sum()
-        return {name: ((value_P * counted_P).sum(), count) for name, value_P in values.items()}
+
+@torch.no_grad()
+def pair_metrics(pairs: PairLogps, counted_P: Tensor, spec: DpoSpec) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sums and counts over the pairs that count."""
+    beta = spec.beta_value
+    if spec.needs_reference:
+        rewards = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
+        size_P = beta * (pairs.chosen.abs() + pairs.rejected.abs())
+    else:
+        rewards = beta * pairs.chosen_mean, beta * pairs.rejected_mean
+        size_P = rewards[0].abs() + rewards[1].abs()
+    values = {
+        "accuracy": chosen_wins(*rewards, size_P).to(counted_P.dtype), "margin": rewards[0] - rewards[1],
+        "chosen_reward": rewards[0], "rejected_reward": rewards[1], "chosen_shift": pairs.chosen_ratio,
+    }  # fmt: skip
+    count = counted_P.sum()
+    return {name: ((value_P * counted_P).sum(), count) for name, value_P in values.items()}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bessemer.align.advantages import (
+    best_and_worst,
     equal_groups,
     gae,
     group_advantages,
@@ -34,7 +35,7 @@ from bessemer.align.sampler import Answers, Sampler
 from bessemer.errors import UserError
 from bessemer.guard.answers import JudgedAnswer
 from bessemer.parallel.shard import free_gathered_weights
-from bessemer.spec.rl import ADVANTAGES, GENERATOR, OLD, REF, RETURNS, VALUES, RlSpec
+from bessemer.spec.rl import ADVANTAGES, GENERATOR, OLD, ONLINE_DPO, REF, RETURNS, VALUES, RlSpec
 from bessemer.train.compile import compute_in, use_tf32
 from bessemer.train.job import Job
 
@@ -241,6 +242,11 @@ class RolloutMaker:
                 chosen_PG &= rewards_PG >= self.rl.raft.least
             made.used &= chosen_PG.flatten().numpy()
             return torch.ones_like(rewards_PG)
+        if self.objective == ONLINE_DPO:
+            unused_PG = ~torch.from_numpy(made.used).view_as(rewards_PG)
+            chosen_PG = best_and_worst(rewards_PG.masked_fill(unused_PG, torch.nan))
+            made.used &= (chosen_PG != 0).flatten().numpy()
+            return chosen_PG
         if name == "rloo":
             return rloo_advantages(rewards_PG)
         return group_advantages(rewards_PG, SCALES[name])  # type: ignore[arg-type]

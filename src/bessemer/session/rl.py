@@ -1,5 +1,5 @@
-"""What `objective: grpo, rloo, reinforce, ppo, raft` adds to a start: prompts, further models, rewards, rollouts and
-the evaluation on held-out prompts."""
+"""What `objective: grpo, rloo, reinforce, ppo, raft, online_dpo` adds to a start: prompts, further models, rewards,
+rollouts and the evaluation on held-out prompts."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def open_prompts(spec: RunSpec, folder: Path, datasets: Mapping[str, Any]) -> Pr
 
 
 def prompt_rows(spec: RunSpec, data: PromptData, context: int) -> dict[str, Rows]:
-    return {name: data.rows(data.train[name], context, spec.rl.max_tokens) for name in sources_used(spec)}
+    answers = spec.rl.answers_of_row(spec.objective)
+    return {name: data.rows(data.train[name], context, spec.rl.max_tokens, answers) for name in sources_used(spec)}
 
 
 def held_out_prompts(spec: RunSpec, data: PromptData, context: int) -> dict[str, HeldOutSet]:
@@ -130,8 +131,8 @@ def rollout_stream(
     lengths = {name: source.count for name, source in prompts.items()}
     order = StreamOrder([MixturePhase(start, mixture) for start, mixture in plan.mixtures], lengths, spec.seed)
     rounds = CurrentRounds(RoundStore(folder / FOLDER, spec.rl.keep))
-    arrays = spec.rl.arrays(spec.objective)
-    return RolloutStream(prompts, order, plan.context, steps, spec.rl, arrays, rounds, vocab)
+    arrays, answers = spec.rl.arrays(spec.objective), spec.rl.answers_of_row(spec.objective)
+    return RolloutStream(prompts, order, plan.context, steps, spec.rl, arrays, rounds, vocab, {}, answers)
 
 
 def judge_names(spec: RunSpec) -> list[str]:

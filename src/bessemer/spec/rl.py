@@ -1,5 +1,5 @@
 """The rl section: rollouts, rewards, advantages and the policy-gradient loss of `objective: grpo, rloo, reinforce, ppo,
-raft`."""
+raft, online_dpo`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pydantic import Field
 from bessemer.spec.quantity import SpecSection, section, setting
 from bessemer.spec.rewards import Rewards
 
-RL_OBJECTIVES = ("grpo", "rloo", "reinforce", "ppo", "raft")
+ONLINE_DPO = "online_dpo"
+RL_OBJECTIVES = ("grpo", "rloo", "reinforce", "ppo", "raft", ONLINE_DPO)
 REFERENCE, CRITIC = "reference", "critic"  # names of further models
 PolicyLossName = Literal["auto", "clip", "gspo", "rloo", "reinforce", "cispo", "sapo", "vespo"]
 AdvantageName = Literal["auto", "group_std", "group", "batch_std", "rloo", "global", "global_baseline", "gae"]
@@ -22,6 +23,7 @@ DEFAULTS = {
     "reinforce": ("clip", "global", "token"),
     "ppo": ("clip", "gae", "token"),
     "raft": ("reinforce", "auto", "token"),
+    ONLINE_DPO: ("clip", "auto", "token"),  # replaced by the loss of dpo
 }
 # Arrays of a round with a number for each answer token.
 OLD, GENERATOR, REF, VALUES, RETURNS, ADVANTAGES = (
@@ -141,6 +143,13 @@ class RlSpec(SpecSection):
         """Positions of the prompt stream by which each step advances."""
         return self.prompts // self.round_steps
 
+    def needs_reference(self, objective: str) -> bool:
+        return self.kl.needs_reference or objective == ONLINE_DPO
+
+    def answers_of_row(self, objective: str) -> int:
+        """Answers that must be in one row of a batch: both of a pair."""
+        return 2 if objective == ONLINE_DPO else 1
+
     def kl_in_reward(self, objective: str) -> bool:
         if not self.kl.needs_reference:
             return False
@@ -163,8 +172,9 @@ class RlSpec(SpecSection):
     def scored_arrays(self, objective: str) -> tuple[str, ...]:
         """What a round needs besides the generator's own numbers, by passes without gradients."""
         controlled = self.kl_in_reward(objective) or self.kl.target is not None or self.kl.limit is not None
-        names = [OLD] if self.round_steps > 1 or controlled or objective == "ppo" else []
-        names += [REF] if self.kl.needs_reference else []
+        old = self.round_steps > 1 and objective != ONLINE_DPO
+        names = [OLD] if old or controlled or objective == "ppo" else []
+        names += [REF] if self.needs_reference(objective) else []
         return (*names, VALUES) if objective == "ppo" else tuple(names)
 
     def arrays(self, objective: str) -> tuple[str, ...]:

@@ -250,8 +250,8 @@ class RunSpec(SpecSection):
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
         "pretrain",
-        "pretrain, sft, classify, distill, dpo, kto, reward, grpo, rloo, reinforce, ppo, raft, or your own class: "
-        "path/to/file.py:Class or module:Class; {dpo: {loss: ipo}} is short for the objective and its section",
+        "pretrain, sft, classify, distill, dpo, kto, reward, grpo, rloo, reinforce, ppo, raft, online_dpo, or your own "
+        "class: path/to/file.py:Class or module:Class; {dpo: {loss: ipo}} is short for the objective and its section",
         "sft",
     )
     classify: ClassifySpec | None = setting(
@@ -259,10 +259,10 @@ class RunSpec(SpecSection):
     )
     sft: SftSpec | None = setting(None, "with objective: sft: its settings", {"neftune": 5.0})
     distill: DistillSpec = section(DistillSpec, "with objective: distill: how the teacher is compared")
-    dpo: DpoSpec = section(DpoSpec, "with objective: dpo: the loss of pairs")
+    dpo: DpoSpec = section(DpoSpec, "with objective: dpo or online_dpo: the loss of pairs")
     kto: KtoSpec = section(KtoSpec, "with objective: kto: the loss of answers with labels")
     reward: RewardModelSpec = section(RewardModelSpec, "with objective: reward: the reward model")
-    rl: RlSpec = section(RlSpec, "with objective: grpo, rloo, reinforce, ppo or raft: rollouts and rewards")
+    rl: RlSpec = section(RlSpec, "with objective: grpo, rloo, reinforce, ppo, raft or online_dpo: rollouts and rewards")
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}
