@@ -145,6 +145,8 @@ def test_a_run_records_rewards_stores_its_rounds_and_answers_held_out_prompts(ma
         ("grpo", {"minibatches": 2, "epochs": 2}, {}),
         ("ppo", {"minibatches": 2, "kl": {"beta": 0.1, "target": 1.0}}, {"objective": "ppo"}),
         ("online_dpo", {"minibatches": 2}, {"objective": "online_dpo", "data": {"context": 20}}),
+        ("ahead", {"ahead": 1}, {}),
+        ("ahead-middle", {"ahead": 1, "minibatches": 2, "overlong": {"buffer": 2}}, {}),
     ],
 )
 def test_a_killed_run_continues_with_the_same_rewards_and_losses(make: Make, name: str, rl: Any, parts: Any) -> None:
@@ -160,6 +162,22 @@ def test_a_killed_run_continues_with_the_same_rewards_and_losses(make: Make, nam
     if name == "ppo":
         betas = [record["beta"] for record in run_of(killed).metrics() if "beta" in record]
         assert len(betas) == 3 and betas[0] == 0.1 and len(set(betas)) > 1
+
+
+def test_a_round_ahead_is_sampled_with_the_weights_before_the_last_one(make: Make) -> None:
+    """The first two rounds have the initial weights; log-probabilities of later ones differ from the trainer's, and
+    importance sampling corrects the difference."""
+    spec = make("ahead", {"ahead": 1}, optimizer={"lr": 0.01})
+    assert train(spec).kind == "finished"
+    records = list(run_of(spec).metrics())
+    assert [record["weights_step"] for record in records] == [0, 0, 1, 2, 3, 4]
+    assert records[0]["mismatch"] < 1e-4 and records[0]["importance"] == pytest.approx(1, abs=1e-4)
+    assert all(record["mismatch"] > 1e-3 and record["importance"] != 1 for record in records[1:])
+    now = make("now", {"ahead": 0}, optimizer={"lr": 0.01}, budget={"steps": 3})
+    assert train(now).kind == "finished"
+    rounds = [RoundStore(run_folder(each) / "rollouts") for each in (spec, now)]
+    texts = [[[sample.text for sample in store.load(step).samples] for step in range(3)] for store in rounds]  # type: ignore[union-attr]
+    assert texts[0][0] == texts[1][0] and texts[0] != texts[1]
 
 
 def test_a_reward_model_grades_answers(make: Make, base: dict[str, Any], tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class RolloutStream:
         made = self.round_of(step)
         if made is None:
             return float(self.rl.step_prompts * self.rl.samples * self._answer_columns)
-        return float(sum(made.lengths[number] for number in self.step_samples(step)))
+        return float(sum(made.learned_of(number).sum() for number in self.step_samples(step)))
 
     def origins(self, step: int) -> list[DocumentShare]:
         """The prompts of a step, those with most answer tokens first."""
@@ -236,8 +236,9 @@ class RolloutStream:
         return ranks if units else [[[]] for _ in ranks]
 
     def _fill(self, made: Round, rows: Sequence[Sequence[int]], width: int) -> Batch:
-        """The rows as arrays. Fields beside the targets: the round's arrays, the tokens of each token's answer
-        (`lengths`) and its number in the row (`samples`); beside the answers: source and row of its prompt."""
+        """The rows as arrays. Fields beside the targets: the round's arrays, how many tokens the model wrote in each
+        token's answer (`lengths`; 0 for tokens of an environment) and its number in the row (`samples`); beside the
+        answers: source and row of its prompt."""
         batch = _empty(len(rows), width, self.arrays, max(1, *(len(row) for row in rows)))
         for r, row in enumerate(rows):
             column = 0
@@ -246,11 +247,12 @@ class RolloutStream:
                 ids = np.concatenate([sample.prompt, sample.tokens])
                 end, answer = column + ids.size - 1, column + sample.prompt.size - 1
                 batch.tokens[r, column:end], batch.targets[r, column:end] = ids[:-1], ids[1:]
-                batch.weights[r, answer:end] = 1.0
+                written = made.learned_of(sample_number)
+                batch.weights[r, answer:end] = written
                 batch.documents[r, column:] = number  # padding shares the last one's number
                 for name in made.arrays.keys() & set(self.arrays):  # the rest is not computed yet
                     batch.fields[name][r, answer:end] = made.tokens_of(sample_number, name)
-                batch.fields[LENGTHS][r, answer:end] = end - answer
+                batch.fields[LENGTHS][r, answer:end] = written * written.sum()
                 batch.fields[SAMPLES][r, column:] = number
                 batch.fields[ORIGIN][r, number] = sample.source, sample.sequence
                 if number == 0:

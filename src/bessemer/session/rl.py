@@ -25,6 +25,7 @@ from bessemer.align.rollout_maker import RolloutMaker
 from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
 from bessemer.align.rollouts import FOLDER, RoundStore
 from bessemer.align.sampler import Sampler
+from bessemer.align.vllm import VllmGenerator
 from bessemer.data.prepare import chat_template, load_tokenizer
 from bessemer.data.stream.order import BatchPhase, MixturePhase, Segment, StepPositions, StreamOrder
 from bessemer.data.stream.rows import Rows
@@ -130,7 +131,7 @@ def rollout_stream(
     prompts = {name: prompts for name, prompts in rows.items() if isinstance(prompts, PromptRows)}
     lengths = {name: source.count for name, source in prompts.items()}
     order = StreamOrder([MixturePhase(start, mixture) for start, mixture in plan.mixtures], lengths, spec.seed)
-    rounds = CurrentRounds(RoundStore(folder / FOLDER, spec.rl.keep))
+    rounds = CurrentRounds(RoundStore(folder / FOLDER, spec.rl.keep and spec.rl.keep + spec.rl.ahead))
     arrays, answers = spec.rl.arrays(spec.objective), spec.rl.answers_of_row(spec.objective)
     return RolloutStream(prompts, order, plan.context, steps, spec.rl, arrays, rounds, vocab, {}, answers)
 
@@ -147,8 +148,10 @@ def attach_rollouts(
 ) -> tuple[RolloutMaker, HeldOutRollouts]:  # fmt: skip
     """What makes the rounds of a run, and its evaluation. Reads files and functions of the rewards."""
     rewards = make_rewards(spec.rl.rewards, device.type)
-    sampler = Sampler(data.reader, spec.rl, rewards, plan.context, spec.seed)
-    maker = RolloutMaker(spec.objective, spec.rl, sampler, stream.sources, stream.rounds)
+    parts = data.reader, spec.rl, rewards, plan.context, spec.seed
+    sampler = Sampler(*parts)  # held-out prompts are answered with the weights of their step, so not remotely
+    rounds = Sampler(*parts, VllmGenerator(spec.rl.generator)) if spec.rl.generator else sampler
+    maker = RolloutMaker(spec.objective, spec.rl, rounds, stream.sources, stream.rounds)
     prompts = {name: held.rows for name, held in held_out.items() if isinstance(held.rows, PromptRows)}
     verified = tuple(name for name, reward in spec.rl.rewards.items() if reward.verifier and reward.tests == "all")
     evaluator = HeldOutRollouts(

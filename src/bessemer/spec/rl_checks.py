@@ -52,7 +52,7 @@ def check_rl(spec: RunSpec) -> Iterator[Problem]:
         if rl != RlSpec():
             yield ("rl",), f"has no effect with objective: {spec.objective}: write objective: grpo, or remove it"
         return
-    if not rl.rewards:
+    if not rl.rewards and rl.environment is None:
         yield (
             ("rl", "rewards"),
             "no reward: write for example rewards: {right: {verifier: exact}}, or {own: rewards.py:f}",
@@ -64,6 +64,17 @@ def check_rl(spec: RunSpec) -> Iterator[Problem]:
     if (advantage == "gae") != (spec.objective == "ppo"):
         yield ("rl", "advantage"), "gae needs the critic of objective: ppo, which has no other advantage: remove this"
     grouped = advantage in ("group_std", "group", "rloo", "global_baseline")
+    if rl.ahead and rl.dynamic_sampling:
+        yield ("rl", "ahead"), "dynamic_sampling draws further prompts with the present weights: write ahead: 0"
+    if rl.generator is not None and rl.generator.folder is None:
+        yield (
+            ("rl", "generator", "folder"),
+            "the server would keep the weights that it began with: name the folder that it serves",
+        )
+    if rl.generator is not None and spec.adapter is not None:
+        yield ("rl", "generator"), "it is given complete weights, and this run trains an adapter: remove one of them"
+    if rl.generator is not None and spec.parallel.tp > 1:
+        yield ("rl", "generator"), "its weights are written by ranks that hold whole layers: write parallel: {tp: 1}"
     if rl.samples < 2 and (grouped or rl.dynamic_sampling):
         key = "advantage" if grouped else "dynamic_sampling"
         yield ("rl", "samples"), f"{key} compares the answers to a prompt: write 2 or more"
