@@ -65,6 +65,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folder": folder, "start_from": str(checkpoint)}
 
 
+ENVIRONMENT = '''
+class Digits:
+    """Two attempts: 0.25 for an answer of one digit, then 1 for the right one."""
+
+    def reset(self, prompt, answer):
+        self.right = answer
+
+    def step(self, text):
+        if text == self.right:
+            return "", 1.0, True
+        return "=", 0.25 * (len(text) == 1), False
+'''
+
+
 Make = Callable[..., RunSpec]
 
 
@@ -284,6 +298,29 @@ def test_a_kl_limit_ends_the_run(make: Make) -> None:
     spec = make("limit", {"kl": {"limit": 1e-9}}, optimizer={"lr": 0.05})
     outcome = train(spec)
     assert outcome.kind == "finished" and "rl.kl.limit: answers are" in outcome.reason and outcome.step < 6
+
+
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+def test_episodes_of_several_turns_train_and_replay(make: Make, tmp_path: Path, objective: str) -> None:
+    (tmp_path / "digits.py").write_text(ENVIRONMENT)
+    rl = {"environment": f"{tmp_path / 'digits.py'}:Digits", "turns": 2, "max_tokens": 7, "rewards": {}}
+    parts = {"data": {"context": 20}, "checkpoint": {"every": 1, "keep_last": 10}, "budget": {"steps": 4}}
+    spec = make(f"episodes-{objective}", rl, objective=objective, **parts)
+    assert train(spec).kind == "finished"
+    folder, records = run_folder(spec), list(run_of(spec).metrics())
+    assert all(np.isfinite(record["loss"]) and record["mismatch"] < 1e-4 for record in records)
+    assert 1 < records[0]["turns"] <= 2 and records[0]["reward"] == records[0]["reward_environment"]
+    made = RoundStore(folder / "rollouts").load(0)
+    assert made is not None and any(sample.observed for sample in made.samples)
+    for sample in made.samples:
+        assert sample.reward == pytest.approx(sum(sample.turn_rewards))
+        assert all(end - begin == 1 for begin, end in sample.observed)  # the "=" of a tokenizer of characters
+    job, _ = job_of(folder)
+    checkpoint = next((folder / "checkpoints").glob("step-00000002*"))
+    CheckpointStore(folder / "checkpoints").load(checkpoint, job.engine.state())
+    path = replay_to(job, 4, list(job.recorder.run.metrics()), 2)
+    assert [(step.loss, step.grad_norm) for step in path] == [(r["loss"], r["grad_norm"]) for r in records[2:]]
+    assert list(run_of(spec).validations())[-1]["reward_environment"] >= 0
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,9 @@ class VllmGenerator:
         sampling = request.sampling
         body = {
             "model": self.spec.model, "prompt": list(request.prompt), "n": request.samples,
-            "max_tokens": request.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed % 2**63,
-            "logprobs": 0, "return_token_ids": True, "stop_token_ids": sorted(request.stop_ids),
-            **({"top_k": sampling.top_k} if sampling.top_k else {}),
+            "max_tokens": request.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "seed": sampling.seed, "logprobs": 0, "return_token_ids": True,
+            "stop_token_ids": sorted(request.stop_ids), **({"top_k": sampling.top_k} if sampling.top_k else {}),
         }  # fmt: skip
         answer = self._post(f"{self.spec.vllm}/completions", body, stop)
         choices = answer.get("choices") if isinstance(answer, dict) else None
