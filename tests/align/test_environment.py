@@ -120,7 +120,9 @@ def test_a_tool_is_called_and_its_output_is_masked(make: Any, reader: TextReader
     made.arrays["advantages"] = np.ones(int(made.starts[-1]), np.float32)
     RoundStore(tmp_path / "rollouts").save(made, "key", [])
     loaded = RoundStore(tmp_path / "rollouts").load(0)
-    assert loaded is not None and loaded.samples[2].observed == [[begin, end]] and (loaded.learned == made.learned).all()
+    assert (
+        loaded is not None and loaded.samples[2].observed == [[begin, end]] and (loaded.learned == made.learned).all()
+    )
     stream = stream_of(tmp_path, rl_of(prompts=1), loaded)
     stream.sequence_length = 200
     batch = stream.micro_batches(0, 100)[0]

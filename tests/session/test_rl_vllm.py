@@ -133,8 +133,9 @@ def test_a_run_with_a_server_has_the_answers_of_a_run_without(
     folder: Path, server: SimpleNamespace, tmp_path: Path, ahead: int
 ) -> None:
     generator = {"vllm": server.url, "model": "policy", "folder": str(server.served)}
-    specs = spec_of(folder, tmp_path, "own", ahead=ahead), spec_of(
-        folder, tmp_path, "remote", ahead=ahead, generator=generator
+    specs = (
+        spec_of(folder, tmp_path, "own", ahead=ahead),
+        spec_of(folder, tmp_path, "remote", ahead=ahead, generator=generator),
     )
     server.http.failures = 1  # is tried again
     rounds = []
@@ -161,7 +162,7 @@ def test_wrong_servers_and_folders_are_one_line(server: SimpleNamespace, tmp_pat
     server.http.failures = 1
     with pytest.raises(UserError, match=r"rl.generator: http://.*/v1: status 503 \(.*busy"):
         client().complete([request])
-    with pytest.raises(UserError, match="served: has no|no model folder|is not a model folder"):
+    with pytest.raises(UserError, match="is not a model folder"):
         client(folder=tmp_path / "nothing")
     assert [len(each.tokens) for each in client().complete([request, request])][:2] == [
         len(each.tokens) for each in client().complete([request])
