@@ -227,6 +227,8 @@ def test_every_step_replays_from_the_stored_rollouts(make: Make) -> None:
         path = replay_to(job, 6, records, start)
         assert [(step.loss, step.grad_norm) for step in path] == [(r["loss"], r["grad_norm"]) for r in records[start:]]
     documents = documents_of(folder, 4, texts=True)
+    lines = [json.loads(line) for line in (folder / "rollouts" / "round-00000004.jsonl").read_text().splitlines()]
+    assert {document["prompt"] for document in documents} == {line["prompt"] for line in lines[:8]}
     assert all(document["texts"][0].startswith("reward ") for document in documents)
     (folder / "rollouts" / "round-00000004.safetensors").unlink()
     with pytest.raises(UserError, match=r"step 4: .*round-00000004.safetensors holds no rollouts"):
@@ -337,6 +339,14 @@ def test_wrong_rewards_are_one_line(make: Make, base: dict[str, Any], function: 
     with pytest.raises(UserError, match=message) as error:
         train(spec)
     assert "\n" not in str(error.value)
+
+
+def test_a_missing_column_is_told_before_anything_is_sampled(make: Make) -> None:
+    spec = make("columns", {"rewards": {"right": {"verifier": "exact", "column": "solution"}}})
+    message = r"rl.rewards.right.column: .*prompts.jsonl:\d+ has no column 'solution' \(it has question, answer"
+    with pytest.raises(UserError, match=message):
+        train(spec)
+    assert not (run_folder(spec) / "rollouts").exists()
 
 
 def test_a_prompt_that_leaves_no_room_is_named(make: Make) -> None:

@@ -142,11 +142,25 @@ def judge_names(spec: RunSpec) -> list[str]:
     return [f"reward_{name}" for name, reward in rewards if reward.weight == 0 or reward.verifier in TRUE_GOALS]
 
 
+def check_reward_columns(spec: RunSpec, data: PromptData) -> None:
+    """Every prompt has the columns that verifiers and judges read: a missing one is told before anything is sampled."""
+    columns = {f"rl.rewards.{name}.{key}": column for name, reward in spec.rl.rewards.items()
+               for key, column in reward.columns_read()}  # fmt: skip
+    for side in (data.train, data.validation):
+        for prompt in (prompt for prompts in side.values() for prompt in prompts):
+            for key, column in columns.items():
+                if column not in prompt.columns:
+                    names = ", ".join(prompt.columns) or "no columns"
+                    fix = f"it has {names}; name one that every row has"
+                    raise UserError(f"{key}: {prompt.place} has no column {column!r} ({fix})")
+
+
 def attach_rollouts(
     spec: RunSpec, data: PromptData, stream: RolloutStream, held_out: Mapping[str, HeldOutSet], plan: TrainPlan,
     device: torch.device, world: World, folder: Path,
 ) -> tuple[RolloutMaker, HeldOutRollouts]:  # fmt: skip
     """What makes the rounds of a run, and its evaluation. Reads files and functions of the rewards."""
+    check_reward_columns(spec, data)
     rewards = make_rewards(spec.rl.rewards, device.type)
     parts = data.reader, spec.rl, rewards, plan.context, spec.seed
     sampler = Sampler(*parts)  # held-out prompts are answered with the weights of their step, so not remotely
