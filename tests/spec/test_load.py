@@ -262,7 +262,7 @@ def test_settings_below_the_objective_are_told_with_their_lines(tmp_path: Path) 
     assert "rl.samples: expected a whole number" in lines[1][1] and "in Bessemer it is rl.samples" in lines[2][1]
     (line,) = problems(path, NESTED.replace("promts: 5", "prompts: 5\n    minibatches: 2").replace("1.5", "2")
                        .replace("    num_generations: 8\n", ""))  # fmt: skip
-    assert line.startswith(f"{path}:6: rl.prompts: 5 prompts are not a multiple")
+    assert line.startswith("my-run.yaml:6: rl.prompts: 5 prompts are not a multiple")
 
 
 @pytest.mark.parametrize(
@@ -277,15 +277,3 @@ def test_settings_below_the_objective_are_told_with_their_lines(tmp_path: Path) 
 def test_wrong_forms_of_the_objective(tmp_path: Path, objective: str, message: str) -> None:
     told = problems(tmp_path / "spec.yaml", f"model: 1M\ndata: {{sources: {{a: x.txt}}}}\nobjective: {objective}\n")
     assert any(message in line for line in told)
-
-
-def test_a_warm_up_of_the_whole_run_is_refused(tmp_path: Path) -> None:
-    text = "model: 1M\ndata: {sources: {a: x.txt}}\nbudget: {steps: 20}\nschedule: {warmup: %s}\n"
-    (line,) = problems(tmp_path / "spec.yaml", text % "30")
-    assert "schedule.warmup: 30 steps are the whole run of 20: write 2%" in line
-    assert load_spec_text(tmp_path, text % "19").schedule.warmup == 19
-
-
-def load_spec_text(folder: Path, text: str) -> RunSpec:
-    (folder / "fine.yaml").write_text(text)
-    return load_spec(folder / "fine.yaml")

@@ -17,6 +17,7 @@ from functools import partial
 
 from bessemer.align.environment import Write
 from bessemer.align.sampler import Answers, LocalAnswers, PromptRequest, Sampler, plain_model
+from bessemer.model.generate import Generator
 from bessemer.train.job import Job
 
 POLL_S = 0.05
@@ -56,6 +57,7 @@ def begin(job: Job, sampler: Sampler, pending: PendingRound, questions: Sequence
     """Start to sample with the present weights; all ranks call it together."""
     engine, world, rl = job.engine, job.world, sampler.rl
     part = sampler.share(questions, world)
+    answers = len(part) * rl.samples
 
     def on_step(done: int, total: int) -> None:
         if pending.cancelled.is_set():
@@ -74,10 +76,11 @@ def begin(job: Job, sampler: Sampler, pending: PendingRound, questions: Sequence
         write: Write = partial(sampler.remote.complete, on_step=on_step)
     elif engine.device.type == "cpu" and world.layout.tp == 1:
         with plain_model(engine.model, world, engine.plan.precision) as local:
-            write = sampler.embedded(copy.deepcopy(local).eval(), on_step)
+            weights = copy.deepcopy(local).eval()
+        write = sampler.embedded(Generator(weights, sampler.slots(answers), sampler.context), on_step)
     else:
         with sampler.writer(
-            engine.model, world, engine.plan.precision, lambda done, total: job.check_interrupt()
+            engine.model, world, engine.plan.precision, answers, lambda done, total: job.check_interrupt()
         ) as now:
             pending.local = sampler.make(now, part, rl.samples, rl.temperature, pending.first)
         engine.model.train()

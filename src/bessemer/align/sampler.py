@@ -95,7 +95,7 @@ class Sampler:
         """Answers to all questions; a collective call. `step` and `salt` tell calls apart whose questions may be equal.
         An error of one rank is raised on all."""
         part = self.share(questions, world)
-        with self.writer(model, world, precision, on_step) as write:
+        with self.writer(model, world, precision, len(part) * samples, on_step) as write:
             local = self.make(write, part, samples, temperature, step, salt)
         return self.exchange(local, world, len(questions), samples)
 
@@ -141,14 +141,19 @@ class Sampler:
         return Answers(merged, local.generate_s, local.reward_s, extras)
 
     @contextmanager
-    def writer(self, model: Decoder, world: World, precision: str, on_step: OnStep | None = None) -> Iterator[Write]:
+    def writer(
+        self, model: Decoder, world: World, precision: str, answers: int, on_step: OnStep | None = None
+    ) -> Iterator[Write]:
         """What completes requests with the present weights; all ranks enter together."""
         if self.remote is not None:
             self.load_remote(model, world)
             yield partial(self.remote.complete, on_step=on_step)
             return
         with plain_model(model, world, precision) as local:
-            yield self.embedded(local, on_step)
+            yield self.embedded(Generator(local, self.slots(answers), self.context), on_step)
+
+    def slots(self, answers: int) -> int:
+        return max(1, min(self.rl.slots, answers))
 
     def load_remote(self, model: Decoder, world: World) -> None:
         """Rank 0 gives the remote generator the weights; the others wait for it."""
@@ -163,15 +168,10 @@ class Sampler:
         if error := world.agree(error):
             raise UserError(error)
 
-    def embedded(self, model: Decoder, on_step: OnStep | None = None) -> Write:
-        """Completes requests with a plain model. Its slots keep what later turns of an episode begin with."""
-        generators: list[Generator] = []
+    def embedded(self, generator: Generator, on_step: OnStep | None = None) -> Write:
+        """Completes requests with a generator, whose slots keep what later turns of an episode begin with."""
 
         def write(requests: Sequence[Request]) -> list[Completion]:
-            if not generators:
-                slots = max(1, min(self.rl.slots, sum(request.samples for request in requests)))
-                generators.append(Generator(model, slots, self.context))
-            (generator,) = generators
             queued = [completion for request in requests for completion in generator.submit(request)]
             while generator.step():
                 if on_step is not None:

@@ -243,15 +243,6 @@ def check_validation_share(spec: RunSpec) -> Iterator[Problem]:
         yield ("data", "validation"), f"{held_out} leaves too little to train on: write validation: 1%"
 
 
-def check_warmup(spec: RunSpec) -> Iterator[Problem]:
-    """Where the number of steps is known. A run that is sized by its data is checked when it starts."""
-    warmup, steps = spec.schedule.warmup, spec.budget.steps
-    if isinstance(warmup, int) and not isinstance(warmup, bool) and steps is not None and warmup >= steps:
-        yield ("schedule", "warmup"), f"{warmup:,} steps are the whole run of {steps:,}: write 2%"
-    if isinstance(warmup, float) and warmup >= 1:
-        yield ("schedule", "warmup"), f"{warmup:.0%} are the whole run: write 2%"
-
-
 def check_stop_rules(spec: RunSpec) -> Iterator[Problem]:
     if spec.data.validation > 0:
         return
@@ -389,7 +380,6 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_phase_order, ("data.phases",)),
     (check_validation_share, ("data.validation",)),
     (check_stop_rules, ("data.validation", "budget.stop")),
-    (check_warmup, ("schedule", "budget")),
     (check_forgetting, ("guard", "data", "model", "start_from")),
     (check_mup, ("model",)),
     (check_curriculum, ("data.curriculum", "data.padding", "data.packing")),
