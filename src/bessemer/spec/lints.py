@@ -455,7 +455,8 @@ RULES: dict[str, Callable[[LintFacts], Warnings]] = {
     rule.__name__: rule
     for rule in (
         fp16_on_new_hardware, no_warmup, warmup_is_the_run, rate_of_a_smaller_model, lion_at_adams_rate,
-        continued_at_the_peak, batch_too_small, nobody_watches, no_clipping, no_dedup, contaminated_evaluation, no_validation,
+        continued_at_the_peak, batch_too_small, nobody_watches, no_clipping, no_dedup, contaminated_evaluation,
+        no_validation,
         tokenizer_not_audited, vocabulary_outweighs_the_model, too_many_epochs, too_few_tokens, rotary_base_too_small,
         decay_in_the_gradient, sgd_on_a_transformer, slow_second_moment, loss_scale_without_fp16, hasty_stop,
         rare_saves, sft_from_scratch,
