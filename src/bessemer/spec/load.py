@@ -250,10 +250,13 @@ def _expanded(document: YamlDocument) -> Any:
     data = copy.deepcopy(document.data)
     if not isinstance(data, dict) or (expanded := expand_objective(data)) is data:
         return data
-    name = expanded["objective"]
-    for origins in (document.lines, document.overrides):
-        below = {path: origin for path, origin in origins.items() if path[:2] == ("objective", name)}
-        origins.update({(section_of(name), *path[2:]): origin for path, origin in below.items()})  # type: ignore[arg-type]
+    below = ("objective", expanded["objective"])
+    for path, line in list(document.lines.items()):
+        if path[:2] == below:
+            document.lines[section_of(below[1]), *path[2:]] = line
+    for path, setting in list(document.overrides.items()):
+        if path[:2] == below:
+            document.overrides[section_of(below[1]), *path[2:]] = setting
     return expanded
 
 
