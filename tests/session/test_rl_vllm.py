@@ -154,7 +154,7 @@ def test_a_run_with_a_server_has_the_answers_of_a_run_without(
 
 def test_wrong_servers_and_folders_are_one_line(server: SimpleNamespace, tmp_path: Path) -> None:
     def client(url: str = server.url, folder: Path = server.served) -> VllmGenerator:
-        return VllmGenerator(GeneratorSpec(vllm=url, model="policy", folder=str(folder), retries=0, timeout=5.0))
+        return VllmGenerator(GeneratorSpec(vllm=url, model="policy", folder=str(folder), retries=0, timeout="5s"))  # type: ignore[arg-type]
 
     request = Request([1, 2], 3, Sampling(1.0), frozenset({0}), (), 2, 0, True)
     with pytest.raises(UserError, match=r"rl.generator: http://127.0.0.1:9/v1: no answer"):
@@ -173,7 +173,7 @@ def test_wrong_servers_and_folders_are_one_line(server: SimpleNamespace, tmp_pat
     ("yaml", "message"),
     [
         ("generator: {vllm: 'http://a/v1', model: m}", "name the folder that it serves"),
-        ("generator: {vllm: a, model: m, folder: f}", "write http"),
+        ("generator: {vllm: a, model: m, folder: f}", "expected a URL such as"),
         ("ahead: 1, dynamic_sampling: true", "dynamic_sampling draws further prompts with the present weights"),
         ("ahead: 2", "expected 0 or 1"),
     ],
