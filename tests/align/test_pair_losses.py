@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bessemer.align.pair_losses import PAIR_LOSSES, PairLogps
-from bessemer.spec.preference import SMOOTHED, WITHOUT_REFERENCE, DpoSpec
+from bessemer.align.pair_losses import PAIR_LOSSES, PairLogps, chosen_wins
+from bessemer.spec.preference import OF_DIFFERENCE, SMOOTHED, WITHOUT_REFERENCE, DpoSpec
 
 
 def make_pairs(seed: int, scale: float = 8.0, pairs: int = 16) -> PairLogps:
@@ -83,6 +83,50 @@ def test_the_reference_is_used_where_it_is_needed() -> None:
         before = loss(pairs, spec)
         pairs.reference_chosen = pairs.reference_chosen - 1
         assert torch.equal(before, loss(pairs, spec)) == (name in WITHOUT_REFERENCE)
+
+
+# f'(t) as the papers have it: Wang et al. 2023, Table 1 (up to constants, which cancel); Huang et al. 2024 for chi_po.
+SLOPES: dict[str, Any] = {
+    "reverse_kl": lambda t: torch.log(t) + 1,
+    "forward_kl": lambda t: -1 / t,
+    "js": lambda t: torch.log(2 * t / (1 + t)),
+    "alpha": lambda t: (t ** (0.3 - 1)) / (0.3 - 1),
+    "chi_po": lambda t: t + torch.log(t),
+}
+
+
+@pytest.mark.parametrize("name", OF_DIFFERENCE)
+@pytest.mark.parametrize("divergence", SLOPES)
+def test_divergences_replace_the_log_ratio(divergence: str, name: str) -> None:
+    pairs, spec = make_pairs(7, scale=3.0), settings(name)
+    pairs.divergence, pairs.alpha = divergence, 0.3  # type: ignore[assignment]
+    slope = SLOPES[divergence]
+    scores = [slope(ratio.exp()) for ratio in (pairs.chosen_ratio, pairs.rejected_ratio)]
+    if name in ("ipo", "sigmoid_norm"):  # means: the constants that do not cancel are those of f'(1) = 0
+        scores = [score - slope(torch.tensor(1.0).double()) * (divergence != "chi_po") for score in scores]
+        scores = [scores[0] / pairs.chosen_tokens, scores[1] / pairs.rejected_tokens]
+    ones = torch.ones_like(pairs.chosen_tokens)
+    plain = PairLogps(*scores, ones, ones, 0 * ones, 0 * ones)  # their difference is that of the log-ratios
+    ours, theirs = PAIR_LOSSES[name](pairs, spec), PAIR_LOSSES[name](plain, spec)
+    for mine, other in zip(both(pairs, ours), both(pairs, theirs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"loss": "simpo", "divergence": "js"}, "simpo is not a loss of the difference"),
+        ({"divergence": "js", "alpha": 0.7}, "alpha is that of divergence: alpha"),
+    ],
+)
+def test_divergences_that_have_no_effect_are_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DpoSpec.model_validate(section)
+
+
+def test_ties_count_half() -> None:
+    chosen, rejected = torch.tensor([1.0, 1.0, 2.0, 1.0]), torch.tensor([1.0, 1.0 + 1e-6, 1.0, 1.001])
+    assert chosen_wins(chosen, rejected, torch.ones(4)).tolist() == [0.5, 0.5, 1.0, 0.0]
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from bessemer.align.advantages import group_advantages, rloo_advantages
+from bessemer.align.pair_losses import PAIR_LOSSES, PairLogps
 from bessemer.align.policy_losses import Clip, KlPenalty, PolicyTokens, aggregation, policy_loss
+from bessemer.spec.preference import DpoSpec
 
 pytestmark = pytest.mark.slow
 trl = pytest.importorskip("trl", reason="TRL 1.13 is not installed")
@@ -129,3 +131,57 @@ def answer_logps(model: Any, inputs: dict[str, Any]) -> Tensor:
     logits = model(input_ids=ids, attention_mask=attention).logits[:, -length - 1 : -1]
     logps = torch.log_softmax(logits.float(), -1).gather(-1, inputs["completion_ids"][..., None])
     return logps.squeeze(-1)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge"])
+def test_divergences_of_dpo(tmp_path: Path, loss_type: str) -> None:
+    """TRL's DPOTrainer with each f-divergence: the loss and its gradients in the weights."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{n}" for n in range(30))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    shape = LlamaConfig(
+        vocab_size=33, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0,
+        eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, reference = LlamaForCausalLM(shape), LlamaForCausalLM(shape)
+    with torch.no_grad():
+        for weight in (*model.parameters(), *reference.parameters()):
+            weight.mul_(3)
+    rows = {
+        "prompt": ["w1 w2", "w3"], "chosen": [" w4 w5 w6", " w7"], "rejected": [" w8", " w9 w10"],
+    }  # fmt: skip
+    names = {"forward_kl": "forward_kl", "js_divergence": "js", "alpha_divergence": "alpha"}
+    for theirs, ours in names.items():
+        arguments = trl.DPOConfig(
+            output_dir=str(tmp_path), beta=0.3, loss_type=loss_type, f_divergence_type=theirs,
+            f_alpha_divergence_coef=0.3, use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False,
+        )  # fmt: skip
+        trainer = trl.DPOTrainer(
+            model=model, ref_model=reference, args=arguments, train_dataset=Dataset.from_dict(rows),
+            processing_class=PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+            ),
+        )  # fmt: skip
+        batch = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
+        trainer.model.train()
+        loss = trainer.compute_loss(trainer.model, dict(batch))
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        mask = batch["completion_mask"][:, 1:].float()
+
+        def logps(network: Any, batch: Any = batch, mask: Tensor = mask) -> Tensor:
+            logits = network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            chosen = logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+            return (chosen * mask).sum(1)
+
+        own, other, tokens = logps(model), logps(reference).detach(), mask.sum(1)
+        pairs = PairLogps(own[:2], own[2:], tokens[:2], tokens[2:], other[:2], other[2:], ours, 0.3)  # type: ignore[arg-type]
+        spec = DpoSpec(loss=loss_type, beta=0.3, divergence=ours, alpha=0.3 if ours == "alpha" else 0.5)  # type: ignore[arg-type]
+        mine = PAIR_LOSSES[loss_type](pairs, spec).mean()
+        torch.testing.assert_close(mine, loss, rtol=1e-5, atol=1e-6)
+        for gradient, wanted in zip(torch.autograd.grad(mine, list(model.parameters())), expected, strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)

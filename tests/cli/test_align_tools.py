@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,51 @@ def test_vote_and_tally(call: Call, run: str, monkeypatch: pytest.MonkeyPatch) -
 def test_help_has_an_example(call: Call, command: str) -> None:
     result = call("align", *command.split(), "--help")
     assert result.code == 0 and f"Example: bessemer align {command}" in " ".join(result.out.split())
+
+
+def test_a_probe_leaves_out_what_exceeds_the_context(call: Call, run: str, tmp_path: Path) -> None:
+    """The same model with a context that holds some of the questions, and one that holds none."""
+    rows = [{"question": f"{'very ' * n}small?", "right": "yes", "wrong": "no", "answer": "{}"} for n in (0, 60)]
+    write_jsonl(Path("questions.jsonl"), rows)
+    settings = json.loads((Path(run) / "settings.json").read_text())
+    small = tmp_path / "small" / "run"
+    shutil.copytree(run, small)
+    probe = ["align", "probe", "sycophancy", str(small), "--questions", "questions.jsonl"]
+    for context, code, text in ((128, 0, "1 questions left out: they exceed"), (4, 2, "holds none of the 2 questions")):
+        (small / "settings.json").write_text(json.dumps({**settings, "context": context}))
+        result = call(*probe)
+        assert result.code == code and text in result.out + result.err
+    (small / "settings.json").write_text(json.dumps({**settings, "context": 128}))
+    assert json.loads(call(*probe, "--json").out)["model"]["left_out"] == ["questions.jsonl:2"]
+
+
+def test_best_continues_where_it_was_stopped(call: Call, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bessemer.align import records
+
+    monkeypatch.setattr(records, "CHUNK", 2)
+    Path("six.txt").write_text("".join(f"What is {n} + 1?\n" for n in range(6)))
+    Path("reward.py").write_text(
+        "import pathlib\n"
+        "def letters(prompts, completions):\n"
+        "    if pathlib.Path('stop').exists() and any('4 +' in p for p in prompts):\n"
+        "        raise RuntimeError('stopped')\n"
+        "    with open('asked', 'a') as file:\n"
+        "        file.write(''.join(p + '\\n' for p in prompts))\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    best = ["align", "best", run, "--prompts", "six.txt", "--reward", "reward.py:letters", "--n", "2",
+            "--max-tokens", "6", "--seed", "3"]  # fmt: skip
+    assert call(*best, "--write", "whole.jsonl").code == 0
+    Path("asked").unlink()
+    Path("stop").touch()
+    assert call(*best, "--write", "parts.jsonl").code == 2 and Path("parts.jsonl.partial").exists()
+    Path("stop").unlink()
+    assert call(*best, "--write", "parts.jsonl").code == 0
+    assert Path("parts.jsonl").read_text() == Path("whole.jsonl").read_text()
+    assert not Path("parts.jsonl.partial").exists()
+    assert len(Path("asked").read_text().splitlines()) == 6 * 2  # none is sampled twice
+    Path("parts.jsonl").unlink()
+    Path("stop").touch()
+    assert call(*best, "--write", "parts.jsonl").code == 2
+    other = call(*[*best[:-1], "4"], "--write", "parts.jsonl")
+    assert other.code == 2 and "was begun with another model, file or options" in other.err

@@ -322,3 +322,11 @@ def test_the_page_runs_only_its_own_script(server):
     policy = response.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'sha256-" in policy and "unsafe" not in policy
     assert "http" not in response.text.replace("http-equiv", "") and "innerHTML" not in response.text
+
+
+def test_a_body_that_is_not_declared_as_json_is_refused_by_name(server):
+    for kind, told in (("text/plain", "is 'text/plain'"), (None, "is missing")):
+        headers = {"Content-Type": kind} if kind else {}
+        answer = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and told in message and "send Content-Type: application/json" in message

@@ -65,6 +65,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folder": folder, "start_from": str(checkpoint)}
 
 
+ENVIRONMENT = '''
+class Digits:
+    """Two attempts: 0.25 for an answer of one digit, then 1 for the right one."""
+
+    def reset(self, prompt, answer):
+        self.right = answer
+
+    def step(self, text):
+        if text == self.right:
+            return "", 1.0, True
+        return "=", 0.25 * (len(text) == 1), False
+'''
+
+
 Make = Callable[..., RunSpec]
 
 
@@ -75,7 +89,7 @@ def make(base: dict[str, Any], tmp_path: Path) -> Make:
     def spec_of(name: str = "rl", rl: dict[str, Any] | None = None, **parts: Any) -> RunSpec:
         settings = {"prompts": 4, "samples": 4, "max_tokens": 4, "rewards": {"right": "exact"}} | (rl or {})
         source = {"path": [str(base["folder"] / "prompts.jsonl")], "columns": {"prompt": "question"}}
-        data = {"sources": {"sums": source}, "context": 12, "validation": 0.1}
+        data = {"sources": {"sums": source}, "context": 12, "validation": 0.1} | parts.pop("data", {})
         return RunSpec.model_validate({
             "name": name, "runs": str(tmp_path / "runs"), "objective": "grpo", "start_from": base["start_from"],
             "model": MODEL, "rl": settings, "data": data, "budget": {"steps": 6}, "optimizer": {"lr": 1e-3},
@@ -144,6 +158,9 @@ def test_a_run_records_rewards_stores_its_rounds_and_answers_held_out_prompts(ma
     [
         ("grpo", {"minibatches": 2, "epochs": 2}, {}),
         ("ppo", {"minibatches": 2, "kl": {"beta": 0.1, "target": 1.0}}, {"objective": "ppo"}),
+        ("online_dpo", {"minibatches": 2}, {"objective": "online_dpo", "data": {"context": 20}}),
+        ("ahead", {"ahead": 1}, {}),
+        ("ahead-middle", {"ahead": 1, "minibatches": 2, "overlong": {"buffer": 2}}, {}),
     ],
 )
 def test_a_killed_run_continues_with_the_same_rewards_and_losses(make: Make, name: str, rl: Any, parts: Any) -> None:
@@ -152,13 +169,29 @@ def test_a_killed_run_continues_with_the_same_rewards_and_losses(make: Make, nam
     assert train(whole).kind == "finished"
     assert train_until(killed, 3).kind == "interrupted"
     assert train(killed).kind == "finished"
-    more = ("ratio_high", "kl", "value_loss") if name == "ppo" else ("ratio_high",)
+    more = {"ppo": ("ratio_high", "kl", "value_loss"), "online_dpo": ("accuracy", "margin")}.get(name, ("ratio_high",))
     assert numbers(whole, *more) == numbers(killed, *more)
     validations = [[(r["step"], r["reward"]) for r in run_of(spec).validations()] for spec in (whole, killed)]
     assert validations[0] == validations[1]
     if name == "ppo":
         betas = [record["beta"] for record in run_of(killed).metrics() if "beta" in record]
         assert len(betas) == 3 and betas[0] == 0.1 and len(set(betas)) > 1
+
+
+def test_a_round_ahead_is_sampled_with_the_weights_before_the_last_one(make: Make) -> None:
+    """The first two rounds have the initial weights; log-probabilities of later ones differ from the trainer's, and
+    importance sampling corrects the difference."""
+    spec = make("ahead", {"ahead": 1}, optimizer={"lr": 0.01})
+    assert train(spec).kind == "finished"
+    records = list(run_of(spec).metrics())
+    assert [record["weights_step"] for record in records] == [0, 0, 1, 2, 3, 4]
+    assert records[0]["mismatch"] < 1e-4 and records[0]["importance"] == pytest.approx(1, abs=1e-4)
+    assert all(record["mismatch"] > 1e-3 and record["importance"] != 1 for record in records[1:])
+    now = make("now", {"ahead": 0}, optimizer={"lr": 0.01}, budget={"steps": 3})
+    assert train(now).kind == "finished"
+    rounds = [RoundStore(run_folder(each) / "rollouts") for each in (spec, now)]
+    texts = [[[sample.text for sample in store.load(step).samples] for step in range(3)] for store in rounds]  # type: ignore[union-attr]
+    assert texts[0][0] == texts[1][0] and texts[0] != texts[1]
 
 
 def test_a_reward_model_grades_answers(make: Make, base: dict[str, Any], tmp_path: Path) -> None:
@@ -194,6 +227,8 @@ def test_every_step_replays_from_the_stored_rollouts(make: Make) -> None:
         path = replay_to(job, 6, records, start)
         assert [(step.loss, step.grad_norm) for step in path] == [(r["loss"], r["grad_norm"]) for r in records[start:]]
     documents = documents_of(folder, 4, texts=True)
+    lines = [json.loads(line) for line in (folder / "rollouts" / "round-00000004.jsonl").read_text().splitlines()]
+    assert {document["prompt"] for document in documents} == {line["prompt"] for line in lines[:8]}
     assert all(document["texts"][0].startswith("reward ") for document in documents)
     (folder / "rollouts" / "round-00000004.safetensors").unlink()
     with pytest.raises(UserError, match=r"step 4: .*round-00000004.safetensors holds no rollouts"):
@@ -219,18 +254,21 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "advantage": "group", "aggregate": "constant", "kl": {"beta": 0.1},
     },
     "ppo": {},
+    "online_dpo": {"samples": 16},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_objectives_train(make: Make, objective: str) -> None:
-    spec = make(objective, OBJECTIVES[objective], objective=objective, budget={"steps": 2}, evaluate={"every": 2})
+    parts = {"data": {"context": 20}} if objective == "online_dpo" else {}
+    settings, ends = OBJECTIVES[objective], {"budget": {"steps": 2}, "evaluate": {"every": 2}}
+    spec = make(objective, settings, objective=objective, **ends, **parts)
     assert train(spec).kind == "finished"
     records = list(run_of(spec).metrics())
     assert all(np.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in records)
     if objective == "ppo":
         assert records[1]["value_loss"] > 0 and records[0]["explained_variance"] < 0.5
-    if OBJECTIVES[objective].get("kl"):
+    if OBJECTIVES[objective].get("kl") or objective == "online_dpo":
         # Before the first update the model is its reference.
         assert records[0]["kl"] == pytest.approx(0, abs=1e-5) and records[1]["kl"] > 0
         assert "kl" in list(run_of(spec).validations())[-1]
@@ -243,6 +281,17 @@ def test_objectives_train(make: Make, objective: str) -> None:
         assert (chosen.sum(1) == 2).all() and best.size == 16
         assert all(rewards[p][chosen[p]].min() >= rewards[p][~chosen[p]].max() for p in range(4))
         assert records[0]["loss"] == pytest.approx(records[0]["entropy"], rel=1e-4)  # plain cross-entropy
+    if objective == "online_dpo":
+        made = RoundStore(run_folder(spec) / "rollouts").load(0)
+        assert made is not None
+        for group in range(4):
+            numbers = [n for n in range(16 * group, 16 * group + 16) if made.used[n]]
+            rewards = [sample.reward for sample in made.samples[16 * group : 16 * group + 16]]
+            assert len(numbers) == 2 * (max(rewards) > min(rewards))
+            for number in numbers:
+                extreme = max(rewards) if made.tokens_of(number, "advantages")[0] > 0 else min(rewards)
+                assert made.samples[number].reward == extreme
+        assert records[0]["loss"] == pytest.approx(np.log(2), abs=1e-6) and records[0]["accuracy"] == 0.5
     if objective == "grpo":
         assert records[0]["prompts_drawn"] >= 4
 
@@ -251,6 +300,29 @@ def test_a_kl_limit_ends_the_run(make: Make) -> None:
     spec = make("limit", {"kl": {"limit": 1e-9}}, optimizer={"lr": 0.05})
     outcome = train(spec)
     assert outcome.kind == "finished" and "rl.kl.limit: answers are" in outcome.reason and outcome.step < 6
+
+
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+def test_episodes_of_several_turns_train_and_replay(make: Make, tmp_path: Path, objective: str) -> None:
+    (tmp_path / "digits.py").write_text(ENVIRONMENT)
+    rl = {"environment": f"{tmp_path / 'digits.py'}:Digits", "turns": 2, "max_tokens": 7, "rewards": {}}
+    parts = {"data": {"context": 20}, "checkpoint": {"every": 1, "keep_last": 10}, "budget": {"steps": 4}}
+    spec = make(f"episodes-{objective}", rl, objective=objective, **parts)
+    assert train(spec).kind == "finished"
+    folder, records = run_folder(spec), list(run_of(spec).metrics())
+    assert all(np.isfinite(record["loss"]) and record["mismatch"] < 1e-4 for record in records)
+    assert 1 < records[0]["turns"] <= 2 and records[0]["reward"] == records[0]["reward_environment"]
+    made = RoundStore(folder / "rollouts").load(0)
+    assert made is not None and any(sample.observed for sample in made.samples)
+    for sample in made.samples:
+        assert sample.reward == pytest.approx(sum(sample.turn_rewards))
+        assert all(end - begin == 1 for begin, end in sample.observed)  # the "=" of a tokenizer of characters
+    job, _ = job_of(folder)
+    checkpoint = next((folder / "checkpoints").glob("step-00000002*"))
+    CheckpointStore(folder / "checkpoints").load(checkpoint, job.engine.state())
+    path = replay_to(job, 4, list(job.recorder.run.metrics()), 2)
+    assert [(step.loss, step.grad_norm) for step in path] == [(r["loss"], r["grad_norm"]) for r in records[2:]]
+    assert list(run_of(spec).validations())[-1]["reward_environment"] >= 0
 
 
 @pytest.mark.parametrize(
@@ -267,6 +339,14 @@ def test_wrong_rewards_are_one_line(make: Make, base: dict[str, Any], function: 
     with pytest.raises(UserError, match=message) as error:
         train(spec)
     assert "\n" not in str(error.value)
+
+
+def test_a_missing_column_is_told_before_anything_is_sampled(make: Make) -> None:
+    spec = make("columns", {"rewards": {"right": {"verifier": "exact", "column": "solution"}}})
+    message = r"rl.rewards.right.column: .*prompts.jsonl:\d+ has no column 'solution' \(it has question, answer"
+    with pytest.raises(UserError, match=message):
+        train(spec)
+    assert not (run_folder(spec) / "rollouts").exists()
 
 
 def test_a_prompt_that_leaves_no_room_is_named(make: Make) -> None:
@@ -286,6 +366,8 @@ def test_a_prompt_that_leaves_no_room_is_named(make: Make) -> None:
         ("objective: sft", "a prompt needs completion, both chosen and rejected, or answers"),
         ("objective: pretrain\nrl: {prompts: 8}", "rl: has no effect with objective: pretrain"),
         ("objective: {grpo: {rewards: {a: exakt}}}", "did you mean exact"),
+        ("objective: {online_dpo: {rewards: {a: exact}, clip: 0.1}}", "clip: has no effect with objective: online_dpo"),
+        ("objective: {online_dpo: {rewards: {a: exact}}}\ndpo: {loss: orpo}", "online_dpo adds no cross-entropy"),
         ("objective: {rloo: {rewards: {a: exact}}}\nmodels: {critic: runs/x}", "uses no model of this name"),
     ],
 )

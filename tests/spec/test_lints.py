@@ -35,6 +35,7 @@ def spec_with(changes: dict[str, Any]) -> RunSpec:
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp16_on_new_hardware": ({"precision": "fp16"}, {"precision": "bf16"}),
     "no_warmup": ({"schedule.warmup": 0}, {"schedule.warmup": "2%"}),
+    "warmup_is_the_run": ({"schedule.warmup": 30, "budget.steps": 20}, {"schedule.warmup": 19}),
     "rate_of_a_smaller_model": ({"model": "70B", "optimizer.lr": 3e-4}, {"optimizer.lr": 1.5e-4}),
     "lion_at_adams_rate": ({"model": "1B", "optimizer.name": "lion", "optimizer.lr": 4e-4}, {"optimizer.lr": 8e-5}),
     "continued_at_the_peak": ({"model": "8B", "start_from": "x", "optimizer.lr": 3e-4}, {"optimizer.lr": 5e-5}),

@@ -240,3 +240,40 @@ def test_a_spec_that_an_earlier_version_wrote_into_a_run_still_loads(tmp_path: P
     path = tmp_path / "spec.yaml"
     path.write_text("model: 10M\ndata: {sources: {code: src}}\nguard: {repeat_share: 0.25, window: 64}\n")
     assert load_spec(path).guard.window == 64
+
+
+NESTED = """\
+model: 1M
+data: {sources: {a: {path: x.jsonl, columns: {prompt: q}}}}
+objective:
+  grpo:
+    rewards: {a: exact}
+    promts: 5
+    samples: 1.5
+    num_generations: 8
+"""
+
+
+def test_settings_below_the_objective_are_told_with_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    lines = [line.split(": ", 1) for line in problems(path, NESTED)]
+    assert [place.rsplit(":", 1)[1] for place, _ in lines] == ["6", "7", "8"]
+    assert "rl.promts: unknown key; did you mean prompts?" in lines[0][1]
+    assert "rl.samples: expected a whole number" in lines[1][1] and "in Bessemer it is rl.samples" in lines[2][1]
+    (line,) = problems(path, NESTED.replace("promts: 5", "prompts: 5\n    minibatches: 2").replace("1.5", "2")
+                       .replace("    num_generations: 8\n", ""))  # fmt: skip
+    assert line.startswith("my-run.yaml:6: rl.prompts: 5 prompts are not a multiple")
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ("{grpo: {}}\nrl: {samples: 4}", "grpo has settings here and below rl: write all of them below rl"),
+        ("{grpo: {}, dpo: {}}", "it has the keys grpo, dpo: name one objective, such as objective: {grpo: ...}"),
+        ("{gpro: {}}", "no objective 'gpro' (did you mean grpo?)"),
+        ("{pretrain: {}}", "pretrain has no settings of its own: write objective: pretrain"),
+    ],
+)
+def test_wrong_forms_of_the_objective(tmp_path: Path, objective: str, message: str) -> None:
+    told = problems(tmp_path / "spec.yaml", f"model: 1M\ndata: {{sources: {{a: x.txt}}}}\nobjective: {objective}\n")
+    assert any(message in line for line in told)

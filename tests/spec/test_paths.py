@@ -118,3 +118,20 @@ def test_a_models_folder_is_opened_as_far_as_its_config() -> None:
     assert "'model': config.json: model_type: 'x' is unknown" in problem()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert problem() == ""
+
+
+def test_what_rewards_and_environments_name_must_exist() -> None:
+    rewards = {
+        "own": "nope.py:f", "fine": "here.jsonl:f", "taste": {"model": "runs/no"},
+        "form": {"verifier": "json", "json_schema": "no.json"},
+        "judge": {"judge": {"url": "http://localhost:1/v1", "model": "j", "rubric": "no.md"}},
+    }  # fmt: skip
+    rl = {"rewards": rewards, "environment": "tools.py:Env"}
+    source = {"path": "here.jsonl", "columns": {"prompt": "q"}}
+    spec = RunSpec.model_validate({"model": "1M", "objective": "grpo", "rl": rl, "data": {"sources": {"web": source}}})
+    problems = {".".join(map(str, key)): text for key, text in path_problems(spec)}
+    assert set(problems) == {
+        "rl.rewards.own.function", "rl.rewards.taste.model", "rl.rewards.form.json_schema",
+        "rl.rewards.judge.judge.rubric", "rl.environment",
+    }  # fmt: skip
+    assert "no such file: 'nope.py'" in problems["rl.rewards.own.function"]

@@ -104,6 +104,16 @@ def equal_groups(rewards_PG: Tensor) -> Tensor:
     return high_P - low_P <= 1e-8 * high_P.abs()
 
 
+def best_and_worst(rewards_PG: Tensor) -> Tensor:
+    """1 for the answer with the highest reward of a prompt, -1 for that with the lowest, 0 for others and for all of a
+    prompt whose rewards are equal. NaN: the answer does not count. The first of equal ones."""
+    marks_PG = torch.zeros_like(rewards_PG)
+    best_P = torch.nan_to_num(rewards_PG, nan=-torch.inf).argmax(1, keepdim=True)
+    worst_P = torch.nan_to_num(rewards_PG, nan=torch.inf).argmin(1, keepdim=True)
+    marks_PG.scatter_(1, best_P, 1.0).scatter_(1, worst_P, -1.0)
+    return marks_PG.masked_fill(equal_groups(rewards_PG)[:, None], 0.0)
+
+
 def overlong_penalty(lengths_B: Tensor, max_tokens: int, buffer: int) -> Tensor:
     """Yu et al. 2025, DAPO's soft overlong punishment: 0 up to `max_tokens - buffer` tokens, then down to -1 linearly.
     The paper has max_tokens 20,480 and buffer 4,096."""

@@ -60,7 +60,14 @@ def answer_logps(
     return [scores[number] for number in range(len(cases))]
 
 
-def _encode(loaded: LoadedModel, messages: Conversation, answer: str) -> tuple[list[int], list[int]]:
+def answer_length(loaded: LoadedModel, messages: Conversation, answer: str) -> int:
+    """The tokens of a conversation with an answer."""
+    return len(_encode(loaded, messages, answer, check=False)[0])
+
+
+def _encode(
+    loaded: LoadedModel, messages: Conversation, answer: str, check: bool = True
+) -> tuple[list[int], list[int]]:
     """All ids, and the places of those that belong to the answer."""
     assert loaded.template is not None, "load it with load_chat_model"
     turns = [*messages, {"role": "assistant", "content": answer}]
@@ -70,5 +77,6 @@ def _encode(loaded: LoadedModel, messages: Conversation, answer: str) -> tuple[l
     places = [len(missing) + int(place) for place in mask.nonzero()[0]]
     if not places:
         raise UserError(f"the answer {answer!r} has no tokens in the model's chat format: write another")
-    loaded.check_length([*missing, *ids.tolist()], f"the question with the answer {answer[:40]!r}")
+    if check:
+        loaded.check_length([*missing, *ids.tolist()], f"the question with the answer {answer[:40]!r}")
     return [*missing, *ids.tolist()], places

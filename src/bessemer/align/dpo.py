@@ -2,9 +2,9 @@
 document and then the rejected one's; the loss of a step is the mean over its pairs. With `share_prefix` a pair's prompt
 is in the row once, and both answers continue it.
 
-Metrics, each a mean over pairs: accuracy (the chosen answer's reward is higher), margin and rewards (TRL's: beta times
-the log-ratio to the reference, or times the mean log-probability without one), and chosen_shift, the change of the
-chosen answer's log-probability. A falling chosen_shift is likelihood displacement (Razin et al. 2024).
+Metrics, each a mean over pairs: accuracy (the chosen answer's reward is higher; ties are half), margin and rewards
+(TRL's: beta times the log-ratio to the reference, or times the mean log-probability without one), and chosen_shift, the
+change of the chosen answer's log-probability. A falling chosen_shift is likelihood displacement (Razin et al. 2024).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bessemer.align.answers import DOCUMENT, LEARNED, REFERENCE, AnswerObjective, has_answer, sum_answers
-from bessemer.align.pair_losses import PAIR_LOSSES, PairLogps
+from bessemer.align.pair_losses import PAIR_LOSSES, PairLogps, chosen_wins
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.batches import Batch
 from bessemer.data.stream.groups import SHARED
@@ -95,14 +95,14 @@ class Dpo(AnswerObjective):
         sides = [
             values_BD[:, side::2].flatten() for values_BD in (logps_BD, tokens_BD, reference_BD) for side in (0, 1)
         ]
-        pairs, counted_P = PairLogps(*sides), counted_BP.flatten()
+        pairs, counted_P = PairLogps(*sides, self.spec.divergence, self.spec.alpha), counted_BP.flatten()
         losses_P = self.loss_of_pairs(pairs, self.spec)
         if losses_P.shape != counted_P.shape:
             shape = tuple(losses_P.shape)
             raise UserError(f"dpo.loss: {self.spec.loss} gave a tensor of shape {shape}; return a loss for each pair")
         losses_BP = losses_P.where(counted_P > 0, 0.0).view_as(counted_BP)  # no lengths where there is no pair
         losses_BT = torch.zeros_like(nll_BT).scatter_add(1, inputs.fields[PLACES], losses_BP.to(nll_BT.dtype))
-        terms, metrics = {}, self._metrics(pairs, counted_P)
+        terms, metrics = {}, pair_metrics(pairs, counted_P, self.spec)
         if self.spec.sft_weight:
             imitated_BT = inputs.fields[IMITATED]
             total = (nll_BT * imitated_BT).sum()
@@ -110,16 +110,20 @@ class Dpo(AnswerObjective):
             metrics["chosen_nll"] = (total.detach(), imitated_BT.sum())
         return ElementLosses(losses_BT, metrics, terms)
 
-    @torch.no_grad()
-    def _metrics(self, pairs: PairLogps, counted_P: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        beta = self.spec.beta_value
-        if self.spec.needs_reference:
-            rewards = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
-        else:
-            rewards = beta * pairs.chosen_mean, beta * pairs.rejected_mean
-        values = {
-            "accuracy": (rewards[0] > rewards[1]).to(counted_P.dtype), "margin": rewards[0] - rewards[1],
-            "chosen_reward": rewards[0], "rejected_reward": rewards[1], "chosen_shift": pairs.chosen_ratio,
-        }  # fmt: skip
-        count = counted_P.sum()
-        return {name: ((value_P * counted_P).sum(), count) for name, value_P in values.items()}
+
+@torch.no_grad()
+def pair_metrics(pairs: PairLogps, counted_P: Tensor, spec: DpoSpec) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sums and counts over the pairs that count."""
+    beta = spec.beta_value
+    if spec.needs_reference:
+        rewards = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
+        size_P = beta * (pairs.chosen.abs() + pairs.rejected.abs())
+    else:
+        rewards = beta * pairs.chosen_mean, beta * pairs.rejected_mean
+        size_P = rewards[0].abs() + rewards[1].abs()
+    values = {
+        "accuracy": chosen_wins(*rewards, size_P).to(counted_P.dtype), "margin": rewards[0] - rewards[1],
+        "chosen_reward": rewards[0], "rejected_reward": rewards[1], "chosen_shift": pairs.chosen_ratio,
+    }  # fmt: skip
+    count = counted_P.sum()
+    return {name: ((value_P * counted_P).sum(), count) for name, value_P in values.items()}

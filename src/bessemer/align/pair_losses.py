@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from bessemer.spec.preference import DpoSpec
+from bessemer.spec.preference import Divergence, DpoSpec
+
+TIE = 1e-5  # of the size of the log-probabilities: fp32 sums in another order differ by less
 
 
 @dataclass
@@ -28,6 +30,8 @@ class PairLogps:
     rejected_tokens: Tensor
     reference_chosen: Tensor
     reference_rejected: Tensor
+    divergence: Divergence = "reverse_kl"
+    alpha: float = 0.5  # of divergence alpha
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -39,8 +43,17 @@ class PairLogps:
         return self.rejected - self.reference_rejected
 
     @property
+    def chosen_score(self) -> Tensor:
+        """f'(probability ratio) of the f-divergence: the reward up to beta and a constant (Wang et al. 2023, f-DPO)."""
+        return divergence_score(self.chosen_ratio, self.divergence, self.alpha)
+
+    @property
+    def rejected_score(self) -> Tensor:
+        return divergence_score(self.rejected_ratio, self.divergence, self.alpha)
+
+    @property
     def difference(self) -> Tensor:
-        return self.chosen_ratio - self.rejected_ratio
+        return self.chosen_score - self.rejected_score
 
     @property
     def chosen_mean(self) -> Tensor:
@@ -52,7 +65,26 @@ class PairLogps:
 
     @property
     def normed_difference(self) -> Tensor:
-        return self.chosen_ratio / self.chosen_tokens - self.rejected_ratio / self.rejected_tokens
+        return self.chosen_score / self.chosen_tokens - self.rejected_score / self.rejected_tokens
+
+
+def divergence_score(ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:
+    """f'(t) of a log-ratio log t. chi_po is Huang et al. 2024 (chi^2 and KL: t + log t, their bounds of log t); the
+    others are TRL's, which bounds exponents by 80 for alpha only."""
+    if divergence == "js":
+        return math.log(2) + logsigmoid(ratio)
+    if divergence == "chi_po":
+        return ratio.clamp(-88, 20).exp() + ratio
+    power = {"forward_kl": -1.0, "alpha": alpha - 1.0, "reverse_kl": 0.0}[divergence]
+    if abs(power) < 1e-6:
+        return ratio
+    return torch.expm1((power * ratio).clamp(max=80.0)) / power
+
+
+def chosen_wins(chosen: Tensor, rejected: Tensor, size: Tensor) -> Tensor:
+    """1 where the chosen reward is higher, 0 where it is lower, 1/2 for a tie: rewards whose difference is within the
+    rounding of `size`, the numbers that they are computed from."""
+    return torch.where((chosen - rejected).abs() <= TIE * size, 0.5, (chosen > rejected).to(chosen.dtype))
 
 
 PairLoss = Callable[[PairLogps, DpoSpec], Tensor]

@@ -59,7 +59,7 @@ class PolicyGradient(Objective):
             self.penalty = KlPenalty(rl.kl.beta, rl.kl_estimator(objective))
         self.corrects = rl.correction.importance == "truncated" and objective != "raft"
         self.metrics = ("entropy", "ratio_high", "ratio_low", "importance", "mismatch")
-        if rl.kl.needs_reference:
+        if rl.needs_reference(objective):
             self.metrics, self.needs_models = (*self.metrics, "kl"), (REFERENCE,)
         if objective == "ppo":
             self.metrics, self.needs_models = (*self.metrics, "value_loss"), (*self.needs_models, CRITIC)

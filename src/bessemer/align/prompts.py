@@ -183,14 +183,15 @@ class PromptData:
     folder: Path
     reader: TextReader
 
-    def rows(self, prompts: list[Prompt], context: int, max_tokens: int) -> PromptRows:
-        """The prompts with their ids. UserError for one that leaves no room for an answer."""
+    def rows(self, prompts: list[Prompt], context: int, max_tokens: int, answers: int = 1) -> PromptRows:
+        """The prompts with their ids. UserError for one that leaves no room for so many answers in a row."""
         ids = [encode_prompt(self.reader, prompt) for prompt in prompts]
         for prompt, tokens in zip(prompts, ids, strict=True):
-            if tokens.size + max_tokens > context:
+            if answers * (tokens.size + max_tokens) > context:
+                twice = " for each answer of a pair" if answers > 1 else ""
                 raise UserError(
-                    f"{prompt.place}: its prompt of {tokens.size:,} tokens and rl.max_tokens {max_tokens:,} exceed "
-                    f"data.context {context:,}: raise the context, lower max_tokens, or remove the row"
+                    f"{prompt.place}: its prompt of {tokens.size:,} tokens and rl.max_tokens {max_tokens:,}{twice} "
+                    f"exceed data.context {context:,}: raise the context, lower max_tokens, or remove the row"
                 )
         return PromptRows(prompts, ids, context, self.tokenizer.fingerprint)
 

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bessemer.align import ahead
 from bessemer.align.advantages import (
+    best_and_worst,
     equal_groups,
     gae,
     group_advantages,
@@ -35,13 +37,14 @@ from bessemer.errors import UserError
 from bessemer.guard.answers import JudgedAnswer
 from bessemer.parallel.shard import free_gathered_weights
 from bessemer.parallel.world import World
-from bessemer.spec.rl import ADVANTAGES, GENERATOR, OLD, REF, RETURNS, VALUES, RlSpec
+from bessemer.spec.rl import ADVANTAGES, GENERATOR, OLD, ONLINE_DPO, REF, RETURNS, VALUES, RlSpec
 from bessemer.train.compile import compute_in, use_tf32
 from bessemer.train.engine import Engine
 from bessemer.train.job import Job
 
 FURTHER_DRAWS = 3  # rounds of further prompts with dynamic sampling
 FURTHER_POSITIONS = 1 << 40  # where these begin: no stream gets there
+WEIGHTS_STEP, OVERLONG = "weights_step", "overlong"  # a number of rounds sampled ahead; a part of the reward
 SCALES = {"group_std": "group", "group": "none", "batch_std": "batch"}
 
 
@@ -55,6 +58,7 @@ class RolloutMaker:
     sources: dict[str, PromptRows]
     rounds: CurrentRounds
     numbers_of_step: dict[int, dict[str, float]] = field(default_factory=dict)
+    pending: ahead.PendingRound | None = None  # the next round, with `rl.ahead`
 
     def begin_round(self, job: Job, step: int) -> str | None:
         """Provides the round of a step. Returns why the run ends, if the KL limit is exceeded."""
@@ -63,7 +67,7 @@ class RolloutMaker:
         first, positions = stream.first_step(step), stream.round_positions(step)
         key = positions_key(positions)
         made = self._stored(job, first, key) if step > first else None
-        if made is None:
+        if made is None or ADVANTAGES not in made.arrays:  # a round that was sampled ahead and not begun
             made = self._make(job, stream, first, positions)
             if job.world.main:
                 later = self.rl.round_steps > 1 or self.rl.kl.target is not None  # a step that reads it again
@@ -71,6 +75,8 @@ class RolloutMaker:
             if job.spec.guard.enabled:
                 job.guard.detectors.round(self._scored_answers(stream, made))
         self.rounds.set(made, key)
+        if self.rl.ahead and step == first:
+            self._begin_ahead(job, stream, first)
         self.numbers_of_step = {
             number: self._step_numbers(made, stream, number) for number in range(first, first + self.rl.round_steps)
         }
@@ -92,6 +98,61 @@ class RolloutMaker:
             generator.give_up()
         finally:
             engine.model.train()
+
+    def settle(self, job: Job) -> None:
+        """Before a checkpoint: the samples of the next round are on disk."""
+        if self.pending is None or (self.pending.local is None and self.pending.thread is None):
+            return
+        answers, _ = ahead.finish(job, self.sampler, self.pending, lambda: None)
+        pending, self.pending = self.pending, None
+        made = self._round(pending.first, answers, pending.weights_step, pending.questions)
+        made.numbers |= {"generate_s": round(answers.generate_s, 4), "reward_s": round(answers.reward_s, 4)}
+        made.numbers |= answers.extras
+        if job.world.main:
+            self.rounds.store.save(made, pending.key, [])
+
+    def stop(self) -> None:
+        """The run ends, or stops to be repaired by others."""
+        if self.pending is not None:
+            self.pending.cancel()
+            self.pending = None
+
+    def _begin_ahead(self, job: Job, stream: RolloutStream, first: int) -> None:
+        """Start with the samples of the next round, if there is one."""
+        self.stop()
+        following = first + self.rl.round_steps
+        if following >= job.plan.total_steps:
+            return
+        positions = stream.round_positions(following)
+        questions = self.sampler.questions(stream.names, self.sources, positions, *stream.resolve(positions))
+        self.pending = ahead.PendingRound(following, positions_key(positions), first, len(questions))
+        job.guard.phase_tracker.enter_phase("generate")
+        ahead.begin(job, self.sampler, self.pending, questions)
+
+    def _sampled_ahead(self, job: Job, first: int, key: str) -> tuple[Answers, float] | None:
+        """The answers of a round that was sampled with the weights of the round before: from the thread, or from disk
+        if the run was resumed in between. None: there are none of these prompts and weights."""
+        pending = self.pending
+        if pending is not None and (pending.first, pending.key) == (first, key):
+            result = ahead.finish(job, self.sampler, pending, job.check_interrupt)
+            self.pending = None
+            return result
+        stored = self._stored(job, first, key)
+        if stored is None or stored.numbers.get(WEIGHTS_STEP) != first - self.rl.round_steps:
+            return None
+        for sample in stored.samples:
+            if OVERLONG in sample.rewards:  # it is added again
+                sample.reward -= sample.rewards.pop(OVERLONG)
+        seconds = stored.numbers.get("generate_s", 0.0), stored.numbers.get("reward_s", 0.0)
+        return Answers(stored.samples, generate_s=seconds[0], reward_s=seconds[1]), 0.0
+
+    def _round(self, first: int, answers: Answers, weights_step: int, drawn: int) -> Round:
+        """A round of answers, before anything is computed from them."""
+        made = Round(first, answers.samples, self.rl.samples, np.ones(len(answers.samples), np.bool_), drawn=drawn)
+        made.arrays[GENERATOR] = np.concatenate([sample.logps for sample in answers.samples])
+        if self.rl.ahead:
+            made.numbers[WEIGHTS_STEP] = float(weights_step)
+        return made
 
     def begins_round(self, job: Job, step: int) -> bool:
         """Whether the round of a step has to be provided."""
@@ -119,7 +180,12 @@ class RolloutMaker:
 
     def _make(self, job: Job, stream: RolloutStream, first: int, positions: Any) -> Round:
         rl, began_s = self.rl, time.perf_counter()
-        answers, drawn = self._sample(job, stream, first, positions)
+        weights_step, drawn, waited_s = first, len(positions), 0.0
+        sampled = self._sampled_ahead(job, first, positions_key(positions)) if self.rl.ahead else None
+        if sampled is not None:
+            (answers, waited_s), weights_step = sampled, first - rl.round_steps
+        else:
+            answers, drawn = self._sample(job, stream, first, positions)
         samples = answers.samples
         if all(np.isnan(sample.reward) for sample in samples):
             names = ", ".join(samples[0].rewards)
@@ -131,13 +197,15 @@ class RolloutMaker:
             penalties = rl.overlong.penalty * overlong_penalty(lengths, rl.max_tokens, rl.overlong.buffer)
             for sample, penalty in zip(samples, penalties.tolist(), strict=True):
                 sample.reward += penalty
-                sample.rewards["overlong"] = penalty
+                sample.rewards[OVERLONG] = penalty
         used = np.array([
             sample.tokens.size > 0 and not np.isnan(sample.reward) and (sample.finished or not rl.mask_truncated)
             for sample in samples
         ])  # fmt: skip
-        made = Round(first, samples, rl.samples, used, drawn=drawn)
-        made.arrays[GENERATOR] = np.concatenate([sample.logps for sample in samples])
+        made = self._round(first, answers, weights_step, drawn)
+        made.used = used
+        if rl.ahead:
+            made.numbers["wait_s"] = round(waited_s, 4)
         scored_s = time.perf_counter()
         made.arrays |= self._score(job, stream, made)
         made.numbers |= {
@@ -233,7 +301,7 @@ class RolloutMaker:
         used_BT = mask_BT * torch.from_numpy(made.used)[:, None]
         penalty_BT = torch.zeros_like(mask_BT)
         if REF in made.arrays and OLD in made.arrays:
-            made.numbers["answer_kl"] = float((_padded(made, OLD) - _padded(made, REF)).sum(1).mean())
+            made.numbers["answer_kl"] = float(((_padded(made, OLD) - _padded(made, REF)) * mask_BT).sum(1).mean())
         if rl.kl_in_reward(self.objective):
             estimate = KL_ESTIMATORS[rl.kl_estimator(self.objective)]
             penalty_BT = beta * estimate(_padded(made, OLD), _padded(made, REF)) * mask_BT
@@ -263,6 +331,11 @@ class RolloutMaker:
                 chosen_PG &= rewards_PG >= self.rl.raft.least
             made.used &= chosen_PG.flatten().numpy()
             return torch.ones_like(rewards_PG)
+        if self.objective == ONLINE_DPO:
+            unused_PG = ~torch.from_numpy(made.used).view_as(rewards_PG)
+            chosen_PG = best_and_worst(rewards_PG.masked_fill(unused_PG, torch.nan))
+            made.used &= (chosen_PG != 0).flatten().numpy()
+            return chosen_PG
         if name == "rloo":
             return rloo_advantages(rewards_PG)
         return group_advantages(rewards_PG, SCALES[name])  # type: ignore[arg-type]
@@ -272,7 +345,8 @@ class RolloutMaker:
     ) -> Tensor:
         """Generalised advantages. Answers without a loss (`used_BT` 0) do not enter the statistics."""
         ppo, values_BT = self.rl.ppo, _padded(made, VALUES)
-        rewards_BT = token_rewards(rewards_PG.flatten(), mask_BT, penalty_BT)
+        turns_BT = turn_rewards(made.samples, mask_BT)  # counted in the reward: moved to the ends of their turns
+        rewards_BT = token_rewards(rewards_PG.flatten() - turns_BT.sum(1), mask_BT, penalty_BT) + turns_BT
         advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, ppo.gamma, ppo.lam)
         made.arrays[RETURNS] = _flat(made, returns_BT)
         returns, values = returns_BT[used_BT > 0].numpy(), values_BT[used_BT > 0].numpy()
@@ -320,6 +394,15 @@ class RolloutMaker:
         ]
 
 
+def turn_rewards(samples: Sequence[Rollout], mask_BT: Tensor) -> Tensor:
+    """The rewards of an environment at the last tokens of the turns that they were given for."""
+    rewards_BT = torch.zeros_like(mask_BT)
+    for number, sample in enumerate(samples):
+        if sample.turn_rewards:
+            rewards_BT[number, sample.turn_ends] = torch.tensor(sample.turn_rewards, dtype=mask_BT.dtype)
+    return rewards_BT
+
+
 def sample_row(
     names: Sequence[str], sources: dict[str, PromptRows], sample: Rollout, used: bool = True
 ) -> dict[str, Any]:
@@ -330,6 +413,7 @@ def sample_row(
         "rewards": {name: _or_null(value) for name, value in sample.rewards.items()},
         "tokens": int(sample.tokens.size), "finished": sample.finished, "used": used, "position": sample.position,
         "source": names[sample.source], "origin": prompt.place, "seed": sample.seed,
+        **({"turn_rewards": sample.turn_rewards} if sample.turn_rewards else {}),
     }  # fmt: skip
 
 
@@ -343,11 +427,13 @@ def _all_equal(group: Sequence[Rollout]) -> bool:
 
 
 def _padded(made: Round, name: str | None) -> Tensor:
-    """(N, T) of a flat array, or the mask of the tokens that exist, in float64."""
+    """(N, T) of a flat array, or the mask of the tokens that the model wrote, in float64."""
     lengths_N = torch.from_numpy(made.lengths)
     mask_BT = torch.arange(max(1, int(lengths_N.max()))) < lengths_N[:, None]
     if name is None:
-        return mask_BT.double()
+        return torch.zeros(mask_BT.shape, dtype=torch.float64).masked_scatter(
+            mask_BT, torch.from_numpy(made.learned).double()
+        )
     return torch.zeros(mask_BT.shape, dtype=torch.float64).masked_scatter(
         mask_BT, torch.from_numpy(made.arrays[name]).double()
     )

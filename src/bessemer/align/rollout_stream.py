@@ -59,12 +59,13 @@ class RolloutStream:
 
     def __init__(
         self, sources: Mapping[str, PromptRows], order: StreamOrder, context: int, steps: StepPositions, rl: RlSpec,
-        arrays: Sequence[str], rounds: CurrentRounds, vocab: int, banned: Bans = frozenset(),
+        arrays: Sequence[str], rounds: CurrentRounds, vocab: int, banned: Bans = frozenset(), together: int = 1,
     ) -> None:  # fmt: skip
         self.names, self.order, self.steps = order.names, order, steps
         self.sources = {name: sources[name] for name in order.names}
         self.sequence_length, self.rl, self.arrays, self.rounds, self.vocab = context, rl, tuple(arrays), rounds, vocab
         self.banned = dict(banned) if isinstance(banned, Mapping) else dict.fromkeys(banned, 0)
+        self.together = together  # answers of a step that stay in one row: 2 if they are pairs
         self.transforms: tuple[Any, ...] = ()
         self.identity = {
             "format": _FORMAT, "packing": "rollouts", "sequence_length": context, "round_steps": rl.round_steps,
@@ -76,8 +77,9 @@ class RolloutStream:
         """The same stream, with the same rounds, under other steps or bans."""
         steps, banned = steps or self.steps, self.banned if banned is None else banned
         return RolloutStream(
-            self.sources, self.order, self.sequence_length, steps, self.rl, self.arrays, self.rounds, self.vocab, banned
-        )
+            self.sources, self.order, self.sequence_length, steps, self.rl, self.arrays, self.rounds, self.vocab,
+            banned, self.together,
+        )  # fmt: skip
 
     def first_step(self, step: int) -> int:
         """The first step of a step's round."""
@@ -109,7 +111,11 @@ class RolloutStream:
         part = (step - made.first) % rl.minibatches
         share = len(made.samples) // made.group // rl.minibatches * made.group
         numbers = range(part * share, (part + 1) * share)
-        return [number for number in numbers if made.used[number] and not self._is_banned(made, number)]
+        used = [number for number in numbers if made.used[number] and not self._is_banned(made, number)]
+        if self.together == 1:
+            return used
+        advantages = {number: -float(made.tokens_of(number, "advantages")[0]) for number in used}
+        return sorted(used, key=lambda number: (number // made.group, advantages[number]))  # the chosen one first
 
     def rows(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Ints:
         """The positions by which a step advances."""
@@ -124,16 +130,17 @@ class RolloutStream:
         made = self.round_of(step)
         if made is None:
             return self._synthetic(micro_rows, dp_world)
-        return self.rows_of(made, self.step_samples(step), micro_rows, dp_rank, dp_world)[1]
+        return self.rows_of(made, self.step_samples(step), micro_rows, dp_rank, dp_world, self.together)[1]
 
     def rows_of(
-        self, made: Round, numbers: Sequence[int], micro_rows: int, dp_rank: int, dp_world: int
+        self, made: Round, numbers: Sequence[int], micro_rows: int, dp_rank: int, dp_world: int, together: int = 1
     ) -> tuple[list[list[list[int]]], list[Batch]]:
-        """A rank's rows of some samples, as their numbers and as batches, in parts of at most `micro_rows`."""
-        packed = self._pack(made, numbers, dp_world)
+        """A rank's rows of some samples, as their numbers and as batches, in parts of at most `micro_rows`. So many
+        consecutive samples as `together` says share a row."""
+        packed = self._pack(made, [numbers[k : k + together] for k in range(0, len(numbers), together)], dp_world)
         count = max(len(rows) for rows in packed)
         size = min(micro_rows, count)
-        fill = max((sum(made.samples[n].length - 1 for n in row) for rows in packed for row in rows), default=1)
+        fill = max(1, *(sum(made.samples[n].length - 1 for n in row) for rows in packed for row in rows))
         width = min(self.sequence_length, -(-fill // _MULTIPLE) * _MULTIPLE)
         width = self.sequence_length if width > _WORTH_TRIMMING * self.sequence_length else width
         rows = packed[dp_rank] + [[]] * (-(-count // size) * size - len(packed[dp_rank]))
@@ -157,7 +164,7 @@ class RolloutStream:
         made = self.round_of(step)
         if made is None:
             return float(self.rl.step_prompts * self.rl.samples * self._answer_columns)
-        return float(sum(made.lengths[number] for number in self.step_samples(step)))
+        return float(sum(made.learned_of(number).sum() for number in self.step_samples(step)))
 
     def origins(self, step: int) -> list[DocumentShare]:
         """The prompts of a step, those with most answer tokens first."""
@@ -209,14 +216,14 @@ class RolloutStream:
         since = self.banned.get((self.names[sample.source], sample.sequence))
         return since is not None and sample.position >= since
 
-    def _pack(self, made: Round, numbers: Sequence[int], dp_world: int) -> list[list[list[int]]]:
-        """Of each rank, the samples of each row: the longest first, to the rank with the fewest tokens, into its first
-        row with room."""
+    def _pack(self, made: Round, units: Sequence[Sequence[int]], dp_world: int) -> list[list[list[int]]]:
+        """Of each rank, the samples of each row: the longest unit first, to the rank with the fewest tokens, into its
+        first row with room."""
         ranks: list[list[list[int]]] = [[] for _ in range(dp_world)]
         room: list[list[int]] = [[] for _ in range(dp_world)]
         tokens = [0] * dp_world
-        for number in sorted(numbers, key=lambda number: (-made.samples[number].length, number)):
-            size = made.samples[number].length - 1
+        sizes = [sum(made.samples[number].length - 1 for number in unit) for unit in units]
+        for size, unit in sorted(zip(sizes, units, strict=True), key=lambda pair: (-pair[0], pair[1][0])):
             rank = tokens.index(min(tokens))
             tokens[rank] += size
             at = next((row for row, left in enumerate(room[rank]) if left >= size), None)
@@ -224,13 +231,14 @@ class RolloutStream:
                 ranks[rank].append([])
                 room[rank].append(self.sequence_length)
                 at = len(room[rank]) - 1
-            ranks[rank][at].append(number)
+            ranks[rank][at].extend(unit)
             room[rank][at] -= size
-        return ranks if numbers else [[[]] for _ in ranks]
+        return ranks if units else [[[]] for _ in ranks]
 
     def _fill(self, made: Round, rows: Sequence[Sequence[int]], width: int) -> Batch:
-        """The rows as arrays. Fields beside the targets: the round's arrays, the tokens of each token's answer
-        (`lengths`) and its number in the row (`samples`); beside the answers: source and row of its prompt."""
+        """The rows as arrays. Fields beside the targets: the round's arrays, how many tokens the model wrote in each
+        token's answer (`lengths`; 0 for tokens of an environment) and its number in the row (`samples`); beside the
+        answers: source and row of its prompt."""
         batch = _empty(len(rows), width, self.arrays, max(1, *(len(row) for row in rows)))
         for r, row in enumerate(rows):
             column = 0
@@ -239,11 +247,12 @@ class RolloutStream:
                 ids = np.concatenate([sample.prompt, sample.tokens])
                 end, answer = column + ids.size - 1, column + sample.prompt.size - 1
                 batch.tokens[r, column:end], batch.targets[r, column:end] = ids[:-1], ids[1:]
-                batch.weights[r, answer:end] = 1.0
+                written = made.learned_of(sample_number)
+                batch.weights[r, answer:end] = written
                 batch.documents[r, column:] = number  # padding shares the last one's number
                 for name in made.arrays.keys() & set(self.arrays):  # the rest is not computed yet
                     batch.fields[name][r, answer:end] = made.tokens_of(sample_number, name)
-                batch.fields[LENGTHS][r, answer:end] = end - answer
+                batch.fields[LENGTHS][r, answer:end] = written * written.sum()
                 batch.fields[SAMPLES][r, column:] = number
                 batch.fields[ORIGIN][r, number] = sample.source, sample.sequence
                 if number == 0:

@@ -50,6 +50,21 @@ class Rollout:
     text: str
     reward: float = math.nan  # the weighted sum; NaN where no part applies
     rewards: dict[str, float] = field(default_factory=dict)  # by part; NaN where one does not apply
+    observed: list[list[int]] = field(default_factory=list)  # [begin, end) of tokens that an environment wrote
+    turn_rewards: list[float] = field(default_factory=list)  # of an environment, for each of the model's turns
+
+    @property
+    def learned(self) -> npt.NDArray[np.bool_]:
+        """Which of the tokens the model wrote."""
+        written = np.ones(self.tokens.size, np.bool_)
+        for begin, end in self.observed:
+            written[begin:end] = False
+        return written
+
+    @property
+    def turn_ends(self) -> list[int]:
+        """The last token of each of the model's turns."""
+        return [begin - 1 for begin, _ in self.observed] + [self.tokens.size - 1]
 
     @property
     def length(self) -> int:
@@ -74,10 +89,15 @@ class Round:
     def __post_init__(self) -> None:
         lengths = np.array([sample.tokens.size for sample in self.samples], np.int64)
         self.lengths, self.starts = lengths, np.concatenate([[0], lengths.cumsum()])
+        self.learned = np.concatenate([sample.learned for sample in self.samples])  # flat, as token arrays are
 
     def tokens_of(self, number: int, name: str) -> Floats:
         """An array's part of one sample."""
         return self.arrays[name][self.starts[number] : self.starts[number + 1]]
+
+    def learned_of(self, number: int) -> npt.NDArray[np.bool_]:
+        """Which tokens of a sample the model wrote."""
+        return self.learned[self.starts[number] : self.starts[number + 1]]
 
     def rewards(self) -> Tensor:
         """The rewards of each group, (P, S)."""
@@ -184,7 +204,9 @@ def sample_numbers(samples: Sequence[Rollout], group: int) -> dict[str, float]:
         numbers["equal_groups"] = float(equal_groups(torch.from_numpy(groups)).double().mean())
         deviations = [np.nanstd(row, ddof=1) for row in groups if np.isfinite(row).sum() > 1]
         numbers["reward_std"] = float(np.mean(deviations)) if deviations else 0.0
-    numbers["answer_tokens"] = float(np.mean([sample.tokens.size for sample in samples]))
+    numbers["answer_tokens"] = float(np.mean([sample.learned.sum() for sample in samples]))
+    if any(sample.turn_rewards for sample in samples):
+        numbers["turns"] = float(np.mean([len(sample.turn_rewards) for sample in samples]))
     numbers["truncated"] = float(np.mean([not sample.finished for sample in samples]))
     numbers["repetition"] = float(np.mean([repeated_ngrams(sample.tokens) for sample in samples]))
     return numbers

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 from pydantic import ValidationError
 
@@ -21,6 +22,7 @@ from bessemer.align.best_of import (
     curve_lines,
     pair_rows,
 )
+from bessemer.align.records import forget_partial, resumable
 from bessemer.align.reward_model import RewardModel
 from bessemer.align.rewards.reward import Sample, make_rewards
 from bessemer.align.scored_rows import check_new_file
@@ -126,7 +128,7 @@ class BestOf:
             reward = open_scorer(self.reward, self.device)
             held_out = open_scorer(self.held_out, self.device, "--held-out") if self.held_out else None
             loaded = load_model(self.model, self.checkpoint, self.device)
-            groups = list(sample_candidates(loaded, rows, self.settings, reward, held_out, report))
+            groups = self._sample(loaded, rows, reward, held_out, report)
         curve = best_of_curve(groups)
         flat = [candidate for group in groups for candidate in group]
         summary: dict[str, Any] = {
@@ -142,10 +144,30 @@ class BestOf:
                 self.write, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made), parents=True
             )
             summary |= {"written": str(self.write), "rows": len(made)}
+            forget_partial(self.write)
         if self.figure is not None:
             write_atomic(self.figure, svg_file(curve_chart(curve).svg()), parents=True)
             summary["figure"] = str(self.figure)
         return summary
+
+    def _sample(
+        self, loaded: LoadedModel, rows: Sequence[PromptRow], reward: Scorer, held_out: Scorer | None,
+        report: ProgressReport,
+    ) -> list[list[ScoredAnswer]]:  # fmt: skip
+        """The scored samples of all prompts. With `write` a stopped command continues with the next group of prompts:
+        a prompt's samples depend on the seed and the prompt alone."""
+
+        def work(numbers: Sequence[int]) -> list[dict[str, Any]]:
+            part = [rows[number] for number in numbers]
+            made = sample_candidates(loaded, part, self.settings, reward, held_out)
+            return [{"samples": [asdict(candidate) for candidate in group]} for group in made]
+
+        settings = {
+            "model": str(self.model), "checkpoint": self.checkpoint, "reward": self.reward, "held_out": self.held_out,
+            "settings": repr(self.settings), "prompts": xxhash.xxh3_64_hexdigest(repr(rows).encode("utf-8", "replace")),
+        }  # fmt: skip
+        groups = resumable(self.write, settings, len(rows), work, report, "sampling")
+        return [[ScoredAnswer(**sample) for sample in group["samples"]] for group in groups]
 
 
 def best_lines(summary: dict[str, Any]) -> list[str]:

@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from bessemer.align.environment import ENVIRONMENT, Episode, Player, Write, last_answer
 from bessemer.align.prompts import Prompt, PromptRows
 from bessemer.align.resident import RoundGenerator
 from bessemer.align.rewards.reward import Reward, score_samples
 from bessemer.align.rewards.reward import Sample as RewardSample
 from bessemer.align.rollouts import Rollout
+from bessemer.align.vllm import VllmGenerator
 from bessemer.errors import UserError
-from bessemer.model.generate import Request, Sampling
+from bessemer.model.generate import Completion, Generator, Request, Sampling
 from bessemer.model.transformer import Decoder
+from bessemer.parallel.generate import gathered
 from bessemer.parallel.world import World
 from bessemer.spec.rl import RlSpec
 from bessemer.train.trained import TextReader
@@ -55,12 +60,28 @@ class Answers:
     extras: dict[str, float] = field(default_factory=dict)  # what reward functions log, as means over ranks
 
 
-class Sampler:
-    """Asks the model, decodes and rewards."""
+@dataclass
+class LocalAnswers:
+    """The answers of one rank, before ranks exchange them. `failure` is raised there, on all ranks."""
 
-    def __init__(self, reader: TextReader, rl: RlSpec, rewards: Sequence[Reward], context: int, seed: int) -> None:
+    samples: list[Rollout] = field(default_factory=list)
+    generate_s: float = 0.0
+    reward_s: float = 0.0
+    extras: dict[str, float] = field(default_factory=dict)
+    failure: Exception | None = None
+
+
+class Sampler:
+    """Asks the model, decodes and rewards. A `remote` generator is told the weights before it is asked."""
+
+    def __init__(
+        self, reader: TextReader, rl: RlSpec, rewards: Sequence[Reward], context: int, seed: int,
+        remote: VllmGenerator | None = None,
+    ) -> None:  # fmt: skip
         self.reader, self.rl, self.rewards, self.context, self.seed = reader, rl, rewards, context, seed
         self.generator = RoundGenerator(context, rl.slots)
+        self.remote = remote
+        self.player = Player(reader, rl, context) if rl.environment else None
 
     def questions(
         self, names: Sequence[str], rows: Mapping[str, PromptRows], positions: Any, sources: Any, sequences: Any
@@ -74,50 +95,116 @@ class Sampler:
     ) -> Answers:  # fmt: skip
         """Answers to all questions; a collective call. `step` and `salt` tell calls apart whose questions may be equal.
         An error of one rank is raised on all."""
-        local = list(questions)[world.dp_rank :: world.layout.dp]
-        began_s = time.perf_counter()
-        made = self._generate(model, world, precision, local, samples, temperature, f"{step} {salt}", on_step)
-        generated_s, error = time.perf_counter(), ""
-        extras: dict[str, float] = {}
+        part = self.share(questions, world)
+        with self.writer(model, world, precision, len(part) * samples, on_step) as write:
+            local = self.make(write, part, samples, temperature, step, salt)
+        return self.exchange(local, world, len(questions), samples)
+
+    def share(self, questions: Sequence[PromptRequest], world: World) -> list[PromptRequest]:
+        """The prompts that this rank answers."""
+        return list(questions)[world.dp_rank :: world.layout.dp]
+
+    def make(
+        self, write: Write, questions: Sequence[PromptRequest], samples: int, temperature: float, step: int,
+        salt: str = "",
+    ) -> LocalAnswers:  # fmt: skip
+        """Answers and rewards of this rank. Sends nothing to other ranks, so it may run beside the training."""
+        local, began_s = LocalAnswers(), time.perf_counter()
         try:
-            extras = self._reward(local, made, samples, step)
+            local.samples = self._generate(write, questions, samples, temperature, f"{step} {salt}")
         except UserError as failure:
-            error = str(failure)
-        except Exception as failure:
-            if world.size == 1:
-                raise
-            error = f"rl.rewards: {type(failure).__name__} on rank {world.rank}: {failure}"  # the others wait for it
-        rewarded_s = time.perf_counter()
+            local.failure = failure
+        generated_s = time.perf_counter()
+        try:
+            if local.failure is None:
+                local.extras = self._reward(questions, local.samples, samples, step)
+        except Exception as failure:  # the others wait for this rank
+            local.failure = failure
+        local.generate_s, local.reward_s = generated_s - began_s, time.perf_counter() - generated_s
+        return local
+
+    def exchange(self, local: LocalAnswers, world: World, questions: int, samples: int) -> Answers:
+        """The answers of all ranks to so many prompts; a collective call."""
+        if local.failure is not None and world.size == 1:
+            raise local.failure
+        error = "" if local.failure is None else str(local.failure)
+        if local.failure is not None and not isinstance(local.failure, UserError):
+            error = f"rl.rewards: {type(local.failure).__name__} on rank {world.rank}: {error}"
         if error := next(filter(None, world.gather(error)), ""):
             raise UserError(error)
-        by_rank = dict(world.gather((world.dp_rank, made)))  # ranks that share rows have the same
+        by_rank = dict(world.gather((world.dp_rank, local.samples)))  # ranks that share rows have the same
         merged: list[Rollout] = []
-        for number in range(len(questions)):
+        for number in range(questions):
             rank, at = number % world.layout.dp, number // world.layout.dp * samples
             merged += by_rank[rank][at : at + samples]
-        logged = [each for each in world.gather(extras) if each]
+        logged = [each for each in world.gather(local.extras) if each]
         extras = {name: float(np.mean([each[name] for each in logged if name in each])) for name in (logged or [{}])[0]}
-        sync_s = self.generator.sync_s
-        return Answers(merged, generated_s - began_s, sync_s, rewarded_s - generated_s, extras)
+        return Answers(merged, local.generate_s, self.generator.sync_s, local.reward_s, extras)
 
-    def _generate(
-        self, model: Decoder, world: World, precision: str, questions: Sequence[PromptRequest], samples: int,
-        temperature: float, salt: str, on_step: OnStep | None,
-    ) -> list[Rollout]:  # fmt: skip
-        rl = self.rl
-        requests: list[Request] = []
-        for question in questions:
-            seed = xxhash.xxh3_64_intdigest(f"{salt} {question.position}".encode(), seed=self.seed) >> 2
-            sampling = Sampling(temperature, rl.top_k, rl.top_p, seed) if temperature else Sampling(0.0, seed=seed)
-            ids, stops = question.ids.tolist(), self.reader.stop_ids
-            requests.append(Request(ids, rl.max_tokens, sampling, stops, (), samples, 0, True))
-        with self.generator.provide(model, world, precision, len(requests) * samples) as generator:
+    @contextmanager
+    def writer(
+        self, model: Decoder, world: World, precision: str, answers: int, on_step: OnStep | None = None
+    ) -> Iterator[Write]:
+        """What completes requests with the present weights; all ranks enter together."""
+        if self.remote is not None:
+            self.load_remote(model, world)
+            yield partial(self.remote.complete, on_step=on_step)
+            return
+        with self.generator.provide(model, world, precision, answers) as generator:
+            yield self.embedded(generator, on_step)
+
+    def slots(self, answers: int) -> int:
+        return max(1, min(self.rl.slots, answers))
+
+    def load_remote(self, model: Decoder, world: World) -> None:
+        """Rank 0 gives the remote generator the weights; the others wait for it."""
+        assert self.remote is not None
+        error = ""
+        with gathered(model, world) as local:
+            try:
+                if world.main:
+                    self.remote.load_weights(local)
+            except UserError as failure:
+                error = str(failure)
+        if error := world.agree(error):
+            raise UserError(error)
+
+    def embedded(self, generator: Generator, on_step: OnStep | None = None) -> Write:
+        """Completes requests with a generator, whose slots keep what later turns of an episode begin with."""
+
+        def write(requests: Sequence[Request]) -> list[Completion]:
             queued = [completion for request in requests for completion in generator.submit(request)]
             while generator.step():
                 if on_step is not None:
                     on_step(sum(completion.reason is not None for completion in queued), len(queued))
+            return queued
+
+        return write
+
+    def _generate(
+        self, write: Write, questions: Sequence[PromptRequest], samples: int, temperature: float, salt: str
+    ) -> list[Rollout]:
+        rl = self.rl
+        seeds = [
+            xxhash.xxh3_64_intdigest(f"{salt} {question.position}".encode(), seed=self.seed) >> 2
+            for question in questions
+        ]
+        if self.player is not None:
+            episodes = [
+                Episode(
+                    (question.position, question.source, question.sequence), question.prompt, self.player.make(),
+                    seed + sample * _SAMPLE_SEED,
+                )
+                for question, seed in zip(questions, seeds, strict=True) for sample in range(samples)
+            ]  # fmt: skip
+            return self.player.play(write, episodes, temperature)
+        requests: list[Request] = []
+        for question, seed in zip(questions, seeds, strict=True):
+            sampling = Sampling(temperature, rl.top_k, rl.top_p, seed) if temperature else Sampling(0.0, seed=seed)
+            ids, stops = question.ids.tolist(), self.reader.stop_ids
+            requests.append(Request(ids, rl.max_tokens, sampling, stops, (), samples, 0, True))
         made = []
-        for number, completion in enumerate(queued):
+        for number, completion in enumerate(write(requests)):
             question = questions[number // samples]
             tokens, logps = list(completion.tokens), list(completion.logprobs)
             finished = isinstance(completion.stop, int)
@@ -140,10 +227,15 @@ class Sampler:
         for number, sample in enumerate(made):
             prompt, ids = questions[number // samples].prompt, sample.tokens.tolist()
             place = prompt.columns, sample.finished, prompt.place
-            graded.append(RewardSample(prompt.content, sample.text, ids, *place))
+            text = last_answer(self.reader, sample) if self.player else sample.text
+            graded.append(RewardSample(prompt.content, text, ids, *place))
         scores = score_samples(self.rewards, graded, step)
         for number, sample in enumerate(made):
             sample.reward = scores.totals[number]
             parts = {name: values[number] for name, values in scores.parts.items()}
             sample.rewards = {name: math.nan if value is None else value for name, value in parts.items()}
+            if self.player is not None:
+                earned = math.fsum(sample.turn_rewards)
+                sample.reward = earned + (0.0 if math.isnan(sample.reward) else sample.reward)
+                sample.rewards[ENVIRONMENT] = earned
         return scores.extras.metrics

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bessemer.align.answer_logps import answer_logps
+from bessemer.align.answer_logps import answer_length, answer_logps
 from bessemer.align.records import read_rows
 from bessemer.align.responder import Conversation, ModelResponder, conversation, greedy, with_turns
 from bessemer.data.tokenizer.chat import find_problems
@@ -108,10 +108,12 @@ def read_questions(path: Path) -> list[ProbeQuestion]:
 @dataclass(frozen=True)
 class ProbeResult:
     """For each condition, the log-odds of the wrong answer for every question; above 0 the model prefers it. With
-    generated answers, `verdicts` are right, wrong or other, and rates count these instead."""
+    generated answers, `verdicts` are right, wrong or other, and rates count these instead. `left_out` are the names of
+    questions that exceed the model's context."""
 
     log_odds: dict[str, list[float]]
     verdicts: dict[str, list[str]] | None = None
+    left_out: tuple[str, ...] = ()
 
     def wrong(self, condition: str) -> list[bool]:
         if self.verdicts:
@@ -135,7 +137,7 @@ class ProbeResult:
         return sum(changes) / len(changes), bootstrap_interval(changes)
 
     def to_json(self) -> dict[str, Any]:
-        values: dict[str, Any] = {"questions": len(self.log_odds[NEUTRAL])}
+        values: dict[str, Any] = {"questions": len(self.log_odds[NEUTRAL]), "left_out": list(self.left_out)}
         for condition in CONDITIONS:
             values[condition] = {"wrong": self.rate(condition).to_json()}
             if condition in PRESSURE:
@@ -153,6 +155,7 @@ def probe_sycophancy(
 ) -> ProbeResult:  # fmt: skip
     """Scores a model; load it with `load_chat_model`. With `generate` it also writes an answer to every prompt, and
     the wrong ones are counted: those with the words of the wrong answer and not of the right one."""
+    questions, left_out = _that_fit(loaded, questions)
     cases = [
         (question.prompts[condition], side[condition])
         for condition in CONDITIONS for question in questions for side in (question.wrong, question.right)
@@ -160,7 +163,7 @@ def probe_sycophancy(
     totals = iter([score.total for score in answer_logps(loaded, cases, report)])
     log_odds = {condition: [next(totals) - next(totals) for _ in questions] for condition in CONDITIONS}
     if not generate:
-        return ProbeResult(log_odds)
+        return ProbeResult(log_odds, None, left_out)
     responder, verdicts = ModelResponder(loaded, greedy(max_tokens)), {}
     for number, condition in enumerate(CONDITIONS):
         report(f"answering: {condition}", number, len(CONDITIONS))
@@ -168,7 +171,24 @@ def probe_sycophancy(
         verdicts[condition] = [
             judge_answer(reply.text, *question.words) for reply, question in zip(replies, questions, strict=True)
         ]
-    return ProbeResult(log_odds, verdicts)
+    return ProbeResult(log_odds, verdicts, left_out)
+
+
+def _that_fit(loaded: LoadedModel, questions: Sequence[ProbeQuestion]) -> tuple[list[ProbeQuestion], tuple[str, ...]]:
+    """The questions that fit into the model's context in all conditions, and the names of the others."""
+    longest = {
+        question.name: max(
+            answer_length(loaded, question.prompts[condition], side[condition])
+            for condition in CONDITIONS for side in (question.wrong, question.right)
+        )
+        for question in questions
+    }  # fmt: skip
+    limit = loaded.context or max(longest.values())
+    fitting = [question for question in questions if longest[question.name] <= limit]
+    if not fitting:
+        shortest = f"the shortest of which has {min(longest.values()):,}: give shorter ones with --questions"
+        raise UserError(f"the context of {limit:,} tokens holds none of the {len(questions)} questions, {shortest}")
+    return fitting, tuple(question.name for question in questions if longest[question.name] > limit)
 
 
 def judge_answer(text: str, right: str, wrong: str) -> str:
@@ -180,4 +200,6 @@ def judge_answer(text: str, right: str, wrong: str) -> str:
 
 def compare(before: ProbeResult, after: ProbeResult) -> dict[str, PairedChange]:
     """The change of the wrong answers in each condition, over the same questions."""
+    if before.left_out != after.left_out:
+        raise UserError("--before: its context holds other questions than the model's: give shorter --questions")
     return {condition: PairedChange.of(before.wrong(condition), after.wrong(condition)) for condition in CONDITIONS}

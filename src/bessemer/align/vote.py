@@ -49,31 +49,63 @@ def comparisons(
     return rows
 
 
+class Ballot:
+    """The rows that a voter has not judged yet, in random order, each with its answers in random order. Votes are
+    appended to the file at once; rows with equal answers are ties that nobody is asked about."""
+
+    def __init__(self, path: Path, rows: Sequence[Row], voter: str, seed: int = 0) -> None:
+        self.path, self.voter, self.seed = path, voter, seed
+        voted = {row["number"] for row in read_votes(path) if row["voter"] == voter} if path.exists() else set()
+        self.open = [row for row in rows if row["number"] not in voted]
+        random.Random(f"{seed} {voter}").shuffle(self.open)
+        self.total = len(self.open)
+
+    def next(self) -> Row | None:
+        """The row to vote on; None if there is none left."""
+        while self.open and self.open[0][MODEL_A] == self.open[0][MODEL_B]:
+            self.vote(TIE)
+        return self.open[0] if self.open else None
+
+    @property
+    def position(self) -> str:
+        return f"{self.total - len(self.open) + 1} of {self.total}"
+
+    def sides(self, row: Row) -> list[str]:
+        """The models of the first and the second answer."""
+        sides = [MODEL_A, MODEL_B]
+        random.Random(f"{self.seed} {self.voter} {row['number']}").shuffle(sides)
+        return sides
+
+    def vote(self, vote: str) -> None:
+        """Record a vote on the present row."""
+        _append(self.path, {**self.open[0], "vote": vote, "voter": self.voter})
+        self.open.pop(0)
+
+
 def hold_vote(
     path: Path, rows: Sequence[Row], voter: str, read: Callable[[str], str | None], write: Callable[[str], None],
     seed: int = 0,
 ) -> int:  # fmt: skip
-    """Asks for a vote on every row without one, in random order, until `read` gives None or q. Each vote is appended to
-    the file at once. Returns how many rows have no vote yet."""
-    voted = {row["number"] for row in read_votes(path) if row["voter"] == voter} if path.exists() else set()
-    order = [row for row in rows if row["number"] not in voted]
-    random.Random(f"{seed} {voter}").shuffle(order)
-    for place, row in enumerate(order):
-        sides = [MODEL_A, MODEL_B]
-        random.Random(f"{seed} {voter} {row['number']}").shuffle(sides)
-        vote = TIE if row[MODEL_A] == row[MODEL_B] else _ask(row, sides, f"{place + 1} of {len(order)}", read, write)
+    """Asks for a vote on every row without one until `read` gives None or q. Returns how many rows have no vote yet."""
+    ballot = Ballot(path, rows, voter, seed)
+    while (row := ballot.next()) is not None:
+        vote = _ask(row, ballot.sides(row), ballot.position, read, write)
         if vote is None:
-            return len(order) - place
-        _append(path, {**row, "vote": vote, "voter": voter})
-    return 0
+            break
+        ballot.vote(vote)
+    return len(ballot.open)
+
+
+def shown_prompt(row: Row) -> str:
+    """The prompt as a person reads it."""
+    prompt = row["prompt"]
+    return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
 def _ask(
     row: Row, sides: Sequence[str], position: str, read: Callable[[str], str | None], write: Callable[[str], None]
 ) -> str | None:
-    prompt = row["prompt"]
-    shown = prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
-    write(f"\n[{position}]\n{shown}\n\n--- 1 ---\n{row[sides[0]]}\n\n--- 2 ---\n{row[sides[1]]}\n")
+    write(f"\n[{position}]\n{shown_prompt(row)}\n\n--- 1 ---\n{row[sides[0]]}\n\n--- 2 ---\n{row[sides[1]]}\n")
     while True:
         line = read(_HELP)
         key = "q" if line is None else line.strip().lower()

@@ -88,7 +88,10 @@ def sycophancy(
         cells = [f"{mean:+.2f} ({low:+.2f} to {high:+.2f})" for mean, (low, high) in shifts]
         rows.append((f"change of log-odds: {TITLES[key]}", *cells, *empty))
     print_rows(rows)
-    print(f"{len(probes)} questions, 95 % intervals; gave in: of the questions answered right when asked neutrally")
+    count = len(results["model"].log_odds["neutral"])
+    print(f"{count} questions, 95 % intervals; gave in: of the questions answered right when asked neutrally")
+    if left_out := results["model"].left_out:
+        print(f"{len(left_out)} questions left out: they exceed the model's context")
 
 
 def _cell(changes: dict[str, PairedChange], key: str) -> list[str]:

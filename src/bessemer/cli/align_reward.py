@@ -65,6 +65,8 @@ def best(
 ) -> None:
     """Sample N answers to each prompt, take what a reward prefers, and estimate the reward of fewer samples.
 
+    With --write, a stopped command continues where it was.
+
     Example: bessemer align best runs/sft --prompts prompts.jsonl --reward runs/reward --n 16 --write best.jsonl
     """
     from bessemer.align.sample_best import BestOf, best_lines

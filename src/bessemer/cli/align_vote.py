@@ -22,7 +22,7 @@ from bessemer.cli.console import AS_JSON, DEVICE, print_json, print_rows
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
-    from bessemer.align.vote import Tally
+    from bessemer.align.vote import Ballot, Tally
 
 
 def vote(
@@ -37,6 +37,8 @@ def vote(
     template: str | None = TEMPLATE,
     device: str = DEVICE,
     key_env: str | None = KEY_ENV,
+    page: bool = typer.Option(False, "--page", help="Vote in a browser of this machine instead of the terminal."),
+    port: int = typer.Option(8010, "--port", min=0, max=65535, help="With --page: its port; 0 takes a free one."),
 ) -> None:
     """Compare the answers of two models blindly: 1, 2, tie or skip, in random order and without names.
 
@@ -44,7 +46,7 @@ def vote(
 
     Example: bessemer align vote runs/sft runs/dpo --prompts test.txt --votes votes-anna.jsonl --voter anna
     """
-    from bessemer.align.vote import Tally, answer_lines, comparisons, hold_vote
+    from bessemer.align.vote import Ballot, Tally, answer_lines, comparisons, hold_vote
     from bessemer.observe.progress import working
     from bessemer.train.answers import read_prompts
 
@@ -58,11 +60,23 @@ def vote(
             seed, report,
         )  # fmt: skip
     name = voter or getpass.getuser()
-    left = hold_vote(votes, rows, name, answer_lines(input), lambda text: print(text, end="", flush=True), seed)
+    if page:
+        left = _vote_on_page(Ballot(votes, rows, name, seed), port)
+    else:
+        left = hold_vote(votes, rows, name, answer_lines(input), lambda text: print(text, end="", flush=True), seed)
     if left:
         print(f"{left:,} left: the same command continues")
     if votes.exists():
         _print_tally(Tally.of([votes]))
+
+
+def _vote_on_page(ballot: Ballot, port: int) -> int:
+    try:
+        from bessemer.serve.vote import serve_vote
+    except ImportError:
+        raise UserError("--page needs a package: pip install 'bessemer[serve]'") from None
+    serve_vote(ballot, port)
+    return len(ballot.open)
 
 
 def tally(

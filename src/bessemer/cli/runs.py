@@ -85,7 +85,7 @@ _ORIGIN_NOTES = {"same": "this text is in the file", "cleaned": "the text after 
 
 def replay(
     run: Path = RUN,
-    step: int = typer.Option(..., "--step", help="The step number, as in the metrics and events."),
+    step: int = typer.Option(..., "--step", help="The step, counted from 0 (progress lines count from 1)."),
     documents: bool = typer.Option(False, "--documents", help="Only list the documents of the batch; no trial."),
     show: bool = typer.Option(False, "--show", help="List the documents with their text in the batch."),
     budget: float = typer.Option(None, "--budget", min=1, help="Seconds for the trial (default: the spec's)."),
@@ -132,5 +132,7 @@ def _print_document(document: dict[str, Any]) -> None:
     print(f"{document['file']}  row {document['row']}  {document['tokens']} tokens  ({document['source']})")
     if "in_file" in document:
         print(f"    {_ORIGIN_NOTES.get(document['in_file'], document['in_file'])}")
+    if "prompt" in document:
+        print("\n".join("    > " + line for line in document["prompt"].splitlines()))
     for text in document.get("texts", []):
         print("\n".join("    | " + line for line in text.splitlines()))

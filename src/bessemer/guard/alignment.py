@@ -44,7 +44,7 @@ ALIGNMENT_ALARMS = (
 )  # fmt: skip
 ENDING = ("stop", "rollback")
 PREFERENCES = ("dpo", "kto", "reward")  # objectives whose held-out accuracy is their score
-POLICIES = ("grpo", "rloo", "reinforce", "ppo", "raft")  # objectives whose held-out reward is
+POLICIES = ("grpo", "rloo", "reinforce", "ppo", "raft", "online_dpo")  # objectives whose held-out reward is
 
 
 @dataclass(frozen=True)

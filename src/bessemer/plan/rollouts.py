@@ -5,7 +5,7 @@ from __future__ import annotations
 from bessemer.plan.decision import Plan
 from bessemer.spec.model import BASE
 from bessemer.spec.quantity import human_bytes
-from bessemer.spec.rl import CRITIC, GKD, REFERENCE, RL_OBJECTIVES
+from bessemer.spec.rl import CRITIC, GKD, ONLINE_DPO, REFERENCE, RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
@@ -16,11 +16,13 @@ def log_rl(spec: RunSpec, shape: ModelShape, context: int, plan: Plan) -> None:
         return
     rl = spec.rl
     loss, advantage, aggregate = rl.resolved(spec.objective)
-    if spec.objective not in ("raft", GKD):
+    if spec.objective not in ("raft", ONLINE_DPO, GKD):
         plan.add(
             "rl.advantage", advantage, f"usual for {spec.objective}", "asked" if rl.advantage != "auto" else "rule"
         )
-    if spec.objective != GKD:
+    if spec.objective == ONLINE_DPO:
+        plan.add("dpo.loss", spec.dpo.loss, "of the best and the worst answer to each prompt", "rule")
+    elif spec.objective != GKD:
         plan.add("rl.loss", loss, f"aggregated over {aggregate}", "asked" if rl.loss != "auto" else "rule")
     answers = rl.prompts * rl.samples
     plan.add(

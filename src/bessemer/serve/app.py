@@ -76,6 +76,8 @@ class RequestGuard:
         headers = {key.lower(): value for key, value in scope["headers"]}
         try:
             scope.setdefault("state", {})["client"] = self.identify(scope, headers)
+            if scope["method"] == "POST":
+                check_content_type(headers)
             receive = await self.read_body(headers, receive)
         except ApiError as error:
             await error_response(error)(scope, receive, counted)
@@ -117,6 +119,15 @@ class RequestGuard:
             return complete.pop() if complete else await receive()
 
         return replay
+
+
+def check_content_type(headers: dict[bytes, bytes]) -> None:
+    """JSON alone is read: a web page of another origin can send the other types without asking this server first."""
+    kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        given = f"is {kind!r}" if kind else "is missing"
+        message = f"the header Content-Type {given}: send Content-Type: application/json"
+        raise ApiError(400, message, code="unsupported_media_type")
 
 
 def error_response(error: ApiError) -> Response:
@@ -204,7 +215,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _add_information(app: FastAPI, registry: ModelRegistry, scheduler: Scheduler) -> None:
     page = resources.files("bessemer.serve").joinpath("page.html").read_text(encoding="utf-8")
-    policy = _content_policy(page)
+    policy = content_policy(page)
 
     @app.get("/", response_class=HTMLResponse, summary="A chat page", include_in_schema=False)
     async def chat_page() -> HTMLResponse:
@@ -263,7 +274,7 @@ def _add_endpoints(app: FastAPI, endpoints: Endpoints) -> None:
         return await endpoints.classify(http, request)
 
 
-def _content_policy(page: str) -> str:
+def content_policy(page: str) -> str:
     """Only the page's own script and style run, and they connect to this server alone."""
 
     def digest(tag: str) -> str:

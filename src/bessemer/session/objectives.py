@@ -9,6 +9,7 @@ from bessemer.align.bradley_terry import BradleyTerry, ScoredTokens
 from bessemer.align.dpo import Dpo
 from bessemer.align.gkd import Gkd
 from bessemer.align.kto import Kto
+from bessemer.align.online_dpo import OnlineDpo
 from bessemer.align.policy import PolicyGradient
 from bessemer.data.curate.scores.user_function import load_function
 from bessemer.data.stream.rows import StoreRows
@@ -16,7 +17,7 @@ from bessemer.data.stream.teacher import TeacherStore
 from bessemer.data.tokenizer.tokenizer import Tokenizer, hf_prompt_format
 from bessemer.errors import UserError
 from bessemer.session.data import Stream
-from bessemer.spec.rl import GKD, RL_OBJECTIVES
+from bessemer.spec.rl import GKD, ONLINE_DPO, RL_OBJECTIVES
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.classify import Classify, label_variance
@@ -61,6 +62,10 @@ OBJECTIVES |= dict.fromkeys(
 )
 OBJECTIVES[GKD] = lambda spec, stream, tokenizer, shape, context: Gkd(
     spec.distill, spec.optimizer.clip, dropout_seed(spec)
+)
+
+OBJECTIVES[ONLINE_DPO] = lambda spec, stream, tokenizer, shape, context: OnlineDpo(
+    spec.rl, spec.dpo, spec.optimizer.clip, dropout_seed(spec)
 )
 
 

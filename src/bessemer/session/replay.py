@@ -142,6 +142,9 @@ def documents_of(folder: str | Path, step: int, texts: bool = False) -> list[dic
             "source": share.source, "file": share.file, "row": share.row, "document": share.document_id,
             "tokens": share.tokens,
         }  # fmt: skip
+        if isinstance(stream, RolloutStream):
+            prompt = stream.sources[share.source].prompts[share.document]
+            documents[share.source, share.file, share.row]["prompt"] = prompt.text
     if isinstance(stream, RolloutStream):
         for source, origin, text in stream.texts(step) if texts else ():
             documents[source, origin.file, origin.row].setdefault("texts", []).append(text)

@@ -1,5 +1,5 @@
-"""What `objective: grpo, rloo, reinforce, ppo, raft, gkd` adds to a start: prompts, further models, rewards, rollouts
-and the evaluation on held-out prompts."""
+"""What `objective: grpo, rloo, reinforce, ppo, raft, online_dpo, gkd` adds to a start: prompts, further models,
+rewards, rollouts and the evaluation on held-out prompts."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from bessemer.align.rollout_maker import RolloutMaker
 from bessemer.align.rollout_stream import CurrentRounds, RolloutStream
 from bessemer.align.rollouts import FOLDER, RoundStore
 from bessemer.align.sampler import Sampler
+from bessemer.align.vllm import VllmGenerator
 from bessemer.data.prepare import chat_template, load_tokenizer
 from bessemer.data.stream.order import BatchPhase, MixturePhase, Segment, StepPositions, StreamOrder
 from bessemer.data.stream.rows import Rows
@@ -113,7 +114,8 @@ def open_prompts(spec: RunSpec, folder: Path, datasets: Mapping[str, Any]) -> Pr
 
 
 def prompt_rows(spec: RunSpec, data: PromptData, context: int) -> dict[str, Rows]:
-    return {name: data.rows(data.train[name], context, spec.rl.max_tokens) for name in sources_used(spec)}
+    answers = spec.rl.answers_of_row(spec.objective)
+    return {name: data.rows(data.train[name], context, spec.rl.max_tokens, answers) for name in sources_used(spec)}
 
 
 def held_out_prompts(spec: RunSpec, data: PromptData, context: int) -> dict[str, HeldOutSet]:
@@ -130,9 +132,9 @@ def rollout_stream(
     prompts = {name: prompts for name, prompts in rows.items() if isinstance(prompts, PromptRows)}
     lengths = {name: source.count for name, source in prompts.items()}
     order = StreamOrder([MixturePhase(start, mixture) for start, mixture in plan.mixtures], lengths, spec.seed)
-    rounds = CurrentRounds(RoundStore(folder / FOLDER, spec.rl.keep))
-    arrays = spec.rl.arrays(spec.objective)
-    return RolloutStream(prompts, order, plan.context, steps, spec.rl, arrays, rounds, vocab)
+    rounds = CurrentRounds(RoundStore(folder / FOLDER, spec.rl.keep and spec.rl.keep + spec.rl.ahead))
+    arrays, answers = spec.rl.arrays(spec.objective), spec.rl.answers_of_row(spec.objective)
+    return RolloutStream(prompts, order, plan.context, steps, spec.rl, arrays, rounds, vocab, {}, answers)
 
 
 def judge_names(spec: RunSpec) -> list[str]:
@@ -141,15 +143,31 @@ def judge_names(spec: RunSpec) -> list[str]:
     return [f"reward_{name}" for name, reward in rewards if reward.weight == 0 or reward.verifier in TRUE_GOALS]
 
 
+def check_reward_columns(spec: RunSpec, data: PromptData) -> None:
+    """Every prompt has the columns that verifiers and judges read: a missing one is told before anything is sampled."""
+    columns = {f"rl.rewards.{name}.{key}": column for name, reward in spec.rl.rewards.items()
+               for key, column in reward.columns_read()}  # fmt: skip
+    for side in (data.train, data.validation):
+        for prompt in (prompt for prompts in side.values() for prompt in prompts):
+            for key, column in columns.items():
+                if column not in prompt.columns:
+                    names = ", ".join(prompt.columns) or "no columns"
+                    fix = f"it has {names}; name one that every row has"
+                    raise UserError(f"{key}: {prompt.place} has no column {column!r} ({fix})")
+
+
 def attach_rollouts(
     spec: RunSpec, data: PromptData, stream: RolloutStream, held_out: Mapping[str, HeldOutSet], plan: TrainPlan,
     device: torch.device, world: World, folder: Path,
 ) -> tuple[RolloutMaker, HeldOutRollouts]:  # fmt: skip
     """What makes the rounds of a run, and its evaluation. Reads files and functions of the rewards."""
+    check_reward_columns(spec, data)
     rewards = make_rewards(spec.rl.rewards, device.type)
-    sampler = Sampler(data.reader, spec.rl, rewards, plan.context, spec.seed)
+    parts = data.reader, spec.rl, rewards, plan.context, spec.seed
+    sampler = Sampler(*parts)  # held-out prompts are answered with the weights of their step, so not remotely
+    rounds = Sampler(*parts, VllmGenerator(spec.rl.generator)) if spec.rl.generator else sampler
     distills = spec.objective == GKD
-    maker = (GkdMaker if distills else RolloutMaker)(spec.objective, spec.rl, sampler, stream.sources, stream.rounds)
+    maker = (GkdMaker if distills else RolloutMaker)(spec.objective, spec.rl, rounds, stream.sources, stream.rounds)
     if isinstance(maker, GkdMaker):
         maker.spec = spec.distill
         if spec.distill.on_policy < 1:

@@ -59,6 +59,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "dpo.loss": ("loss_type reference_free", ""),
     "dpo.sft": ("rpo_alpha cpo_alpha pref_ftx", "the weight of the chosen answer's cross-entropy"),
     "dpo.margin": ("simpo_gamma gamma_beta_ratio", ""),
+    "dpo.divergence": ("f_divergence_type", "js_divergence is js, alpha_divergence is alpha"),
+    "dpo.alpha": ("f_alpha_divergence_coef", ""),
     "dpo.reference": ("precompute_ref_log_probs precompute_ref_logps", ""),
     "models": ("ref_model ref_model_path ref_model_name_or_path ref_adapter_name", "by default the reference is the "
                "model that the run starts from"),
@@ -183,7 +185,7 @@ _SAME_VALUE = (
     "loss.smoothing loss.z dropout.attention dropout.residual dropout.embedding parallel.threads "
     "parallel.deepspeed.zero parallel.dp_shard parallel.dp_replicate parallel.tp parallel.cp parallel.sequence "
     "parallel.pp parallel.ep checkpoint.keep_last checkpoint.every evaluate.every data.validation "
-    "schedule.floor dpo.loss dpo.smoothing dpo.sft dpo.margin kto.loss"
+    "schedule.floor dpo.loss dpo.smoothing dpo.sft dpo.margin dpo.alpha kto.loss"
 )
 _OTHER_VALUE = (
     "lr_decay_iters lr_decay_steps auto_find_batch_size zero_optimization data_seed min_lr cosine_constant_lr_ratio "

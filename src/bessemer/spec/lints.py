@@ -155,6 +155,15 @@ def fp16_on_new_hardware(facts: LintFacts) -> Warnings:
         yield ("precision",), message
 
 
+def warmup_is_the_run(facts: LintFacts) -> Warnings:
+    """Training refuses it; where the data decides the number of steps, only training knows it."""
+    warmup, steps = facts.spec.schedule.warmup, facts.spec.budget.steps
+    if isinstance(warmup, int) and steps is not None and warmup >= steps:
+        yield ("schedule", "warmup"), f"{warmup:,} steps are the whole run of {steps:,}: write warmup: 2%"
+    if isinstance(warmup, float) and warmup >= 1:
+        yield ("schedule", "warmup"), f"{warmup:.0%} are the whole run: write warmup: 2%"
+
+
 def no_warmup(facts: LintFacts) -> Warnings:
     warmup, optimizer = facts.spec.schedule.warmup, facts.spec.optimizer
     if warmup in (0, 0.0, "0 tokens") and optimizer.name != "sgd":
@@ -445,8 +454,9 @@ PAIR_CHECKS = (
 RULES: dict[str, Callable[[LintFacts], Warnings]] = {
     rule.__name__: rule
     for rule in (
-        fp16_on_new_hardware, no_warmup, rate_of_a_smaller_model, lion_at_adams_rate, continued_at_the_peak,
-        batch_too_small, nobody_watches, no_clipping, no_dedup, contaminated_evaluation, no_validation,
+        fp16_on_new_hardware, no_warmup, warmup_is_the_run, rate_of_a_smaller_model, lion_at_adams_rate,
+        continued_at_the_peak, batch_too_small, nobody_watches, no_clipping, no_dedup, contaminated_evaluation,
+        no_validation,
         tokenizer_not_audited, vocabulary_outweighs_the_model, too_many_epochs, too_few_tokens, rotary_base_too_small,
         decay_in_the_gradient, sgd_on_a_transformer, slow_second_moment, loss_scale_without_fp16, hasty_stop,
         rare_saves, sft_from_scratch,

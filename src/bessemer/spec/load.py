@@ -23,7 +23,7 @@ from bessemer.spec.checks import check_spec
 from bessemer.spec.data import STEPS, SourceSpec
 from bessemer.spec.document import KeyPath, YamlDocument, apply_override, parse_scalar, parse_yaml
 from bessemer.spec.quantity import format_value
-from bessemer.spec.schema import RunSpec
+from bessemer.spec.schema import RunSpec, expand_objective, section_of
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -245,6 +245,21 @@ def _problem_line(place: str, path: KeyPath, message: str) -> str:
     return ": ".join(" ".join(part.split()) for part in parts if part)
 
 
+def _expanded(document: YamlDocument) -> Any:
+    """A copy of the data without the short form of `objective`, whose settings keep their lines."""
+    data = copy.deepcopy(document.data)
+    if not isinstance(data, dict) or (expanded := expand_objective(data)) is data:
+        return data
+    below = ("objective", expanded["objective"])
+    for path, line in list(document.lines.items()):
+        if path[:2] == below:
+            document.lines[section_of(below[1]), *path[2:]] = line
+    for path, setting in list(document.overrides.items()):
+        if path[:2] == below:
+            document.overrides[section_of(below[1]), *path[2:]] = setting
+    return expanded
+
+
 def validate(document: YamlDocument) -> RunSpec:
     """The spec in a document. All problems together are one SpecError."""
     problems: list[tuple[tuple[int, int], str]] = []
@@ -255,7 +270,7 @@ def validate(document: YamlDocument) -> RunSpec:
 
     for path, line, message in document.problems:
         add_problem(path, message, line)
-    data = copy.deepcopy(document.data)
+    data = _expanded(document)
     objective = data.get("objective") if isinstance(data, dict) else None
     objective = str(next(iter(objective), "") if isinstance(objective, dict) else objective or "")
     spec: RunSpec | None = None

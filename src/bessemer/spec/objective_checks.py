@@ -11,7 +11,7 @@ from bessemer.spec.document import KeyPath
 from bessemer.spec.model import BASE, ObjectiveSpec
 from bessemer.spec.preference import PREFERENCES, DpoSpec, KtoSpec
 from bessemer.spec.reward_model import RewardModelSpec
-from bessemer.spec.rl import GKD, RL_OBJECTIVES
+from bessemer.spec.rl import GKD, ONLINE_DPO, RL_OBJECTIVES
 from bessemer.spec.rl_checks import check_prompt_columns, check_rl
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 
@@ -94,7 +94,8 @@ def check_distill(spec: RunSpec) -> Iterator[Problem]:
 
 def check_preferences(spec: RunSpec) -> Iterator[Problem]:
     for name, section, default in (("dpo", spec.dpo, DpoSpec()), ("kto", spec.kto, KtoSpec())):
-        if spec.objective != name and section != default:
+        reads = (name, ONLINE_DPO) if name == "dpo" else (name,)
+        if spec.objective not in reads and section != default:
             yield (name,), f"has no effect with objective: {spec.objective}: write objective: {name}, or remove it"
     if spec.objective not in PREFERENCES:
         return
@@ -200,7 +201,7 @@ def check_adapter(spec: RunSpec) -> Iterator[Problem]:
 OBJECTIVE_CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ...] = (
     (check_distill, ("objective", "distill", "models", "parallel", "tasks", "data")),
     (check_preferences, ("objective", "dpo", "kto", "data", "models", "parallel", "tasks")),
-    (check_rl, ("objective", "rl", "data", "models", "parallel", "tasks", "budget", "loss", "model")),
+    (check_rl, ("objective", "rl", "dpo", "data", "models", "parallel", "tasks", "budget", "loss", "model")),
     (check_prompt_columns, ("objective", "data")),
     (check_reward, ("objective", "reward", "data", "model", "parallel", "tasks")),
     (check_models, ("models", "objective", "parallel", "adapter")),

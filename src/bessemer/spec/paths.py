@@ -68,11 +68,33 @@ def named_paths(spec: RunSpec) -> Iterator[NamedPath]:
     module = spec.objective.rpartition(":")[0]
     if module.endswith(".py") or "/" in module:
         yield NamedPath(("objective",), module, "file")
+    yield from _of_rl(spec)
     if spec.tokenizer.path is not None:
         yield NamedPath(("tokenizer", "path"), spec.tokenizer.path)
     chat = spec.tokenizer.chat
     if chat not in CHAT_TEMPLATES and "{%" not in chat and "{{" not in chat:
         yield NamedPath(("tokenizer", "chat"), chat, "file")
+
+
+def _of_rl(spec: RunSpec) -> Iterator[NamedPath]:
+    """Functions, models, rubrics and schemas of rewards, and the environment."""
+    rl = spec.rl
+    for name, reward in rl.rewards.items():
+        key: KeyPath = ("rl", "rewards", name)
+        module = (reward.function or "").rpartition(":")[0]
+        if module.endswith(".py") or "/" in module:
+            yield NamedPath((*key, "function"), module, "file")
+        if reward.model is not None:
+            yield NamedPath((*key, "model"), reward.model, "folder")
+        if reward.judge is not None:
+            yield NamedPath((*key, "judge", "rubric"), reward.judge.rubric, "file")
+        if isinstance(reward.json_schema, str):
+            yield NamedPath((*key, "json_schema"), reward.json_schema, "file")
+    module = (rl.environment or "").rpartition(":")[0]
+    if module.endswith(".py") or "/" in module:
+        yield NamedPath(("rl", "environment"), module, "file")
+    if rl.generator is not None and rl.generator.folder is not None:
+        yield NamedPath(("rl", "generator", "folder"), rl.generator.folder, "folder")
 
 
 def _step_paths(key: KeyPath, steps: list[StepSpec]) -> Iterator[NamedPath]:

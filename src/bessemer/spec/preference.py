@@ -15,6 +15,8 @@ PairLossName = Literal[
 ]  # fmt: skip
 LOSS_NAMES: tuple[str, ...] = get_args(PairLossName)
 WITHOUT_REFERENCE = ("simpo", "orpo")
+Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha", "chi_po"]
+OF_DIFFERENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")  # have f-divergences
 SMOOTHED = ("sigmoid", "robust", "simpo", "exo_pair")  # losses that use smoothing
 PREFERENCES = ("dpo", "kto")  # objectives that compare answers
 ANSWER_OBJECTIVES = (*PREFERENCES, "reward")  # objectives whose rows are prompts with answers
@@ -35,6 +37,12 @@ class DpoSpec(SpecSection):
     smoothing: float = setting(
         0.0, "assumed share of pairs whose answers are exchanged (sigmoid: conservative DPO)", 0.1, ge=0, lt=0.5
     )
+    divergence: Divergence = setting(
+        "reverse_kl",
+        "f-divergence that holds the model to the reference: reverse_kl (DPO), forward_kl, js, alpha, chi_po",
+        "js",
+    )
+    alpha: float = setting(0.5, "divergence alpha: its alpha; 0 is forward_kl, 1 is reverse_kl", 0.5, ge=-10, le=10)
     margin: float = setting(SIMPO_MARGIN, "simpo: gamma, the margin between the two answers", 1.375, ge=0, le=1000)
     sft: Annotated[float, Field(ge=0, le=1000)] | Literal["auto"] = setting(
         "auto", "weight of the cross-entropy of the chosen answer (orpo: 1 and the prompt too, others: 0)", 0.2
@@ -65,6 +73,15 @@ class DpoSpec(SpecSection):
             raise ValueError(f"{self.loss} has no smoothing: remove it, or write loss: {' or '.join(SMOOTHED)}")
         if self.loss == "exo_pair" and not self.smoothing:
             raise ValueError("exo_pair needs smoothing above 0, such as 0.001")
+        return self
+
+    @model_validator(mode="after")
+    def _check_divergence(self) -> DpoSpec:
+        if self.divergence != "reverse_kl" and self.loss in LOSS_NAMES and self.loss not in OF_DIFFERENCE:
+            fix = f"remove it, or write loss: {', '.join(OF_DIFFERENCE[:-1])} or {OF_DIFFERENCE[-1]}"
+            raise ValueError(f"{self.loss} is not a loss of the difference of rewards and has no divergence: {fix}")
+        if self.divergence != "alpha" and self.alpha != type(self).model_fields["alpha"].default:
+            raise ValueError("alpha is that of divergence: alpha: write it too, or remove alpha")
         return self
 
     @property

@@ -134,5 +134,11 @@ class RewardSpec(ShortSection):
             raise ValueError("verifier regex needs pattern, such as pattern: '<answer>.+</answer>'")
         return self
 
+    def columns_read(self) -> list[tuple[str, str]]:
+        """The setting and the column of each value that the reward reads from a row, but for a user's function."""
+        columns = [("column", self.column)] if self.verifier in _READ_BY["column"] else []
+        against = self.judge.against if self.judge else None
+        return columns + ([("judge.against", against)] if against else [])
+
 
 Rewards = dict[RewardName, RewardSpec]

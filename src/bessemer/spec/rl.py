@@ -1,17 +1,19 @@
 """The rl section: rollouts, rewards, advantages and the policy-gradient loss of `objective: grpo, rloo, reinforce, ppo,
-raft`, and the rollouts of `gkd`."""
+raft, online_dpo`, and the rollouts of `gkd`."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from bessemer.spec.quantity import SpecSection, section, setting
+from bessemer.spec.quantity import Seconds, SpecSection, check_url, section, setting
 from bessemer.spec.rewards import Rewards
 
 GKD = "gkd"  # on-policy distillation: rollouts without advantages
-RL_OBJECTIVES = ("grpo", "rloo", "reinforce", "ppo", "raft", GKD)
+ONLINE_DPO = "online_dpo"
+RL_OBJECTIVES = ("grpo", "rloo", "reinforce", "ppo", "raft", ONLINE_DPO, GKD)
 REFERENCE, CRITIC = "reference", "critic"  # names of further models
 PolicyLossName = Literal["auto", "clip", "gspo", "rloo", "reinforce", "cispo", "sapo", "vespo"]
 AdvantageName = Literal["auto", "group_std", "group", "batch_std", "rloo", "global", "global_baseline", "gae"]
@@ -24,6 +26,7 @@ DEFAULTS = {
     "ppo": ("clip", "gae", "token"),
     "raft": ("reinforce", "auto", "token"),
     GKD: ("auto", "auto", "token"),
+    ONLINE_DPO: ("clip", "auto", "token"),  # replaced by the loss of dpo
 }
 # Arrays of a round with a number for each answer token.
 OLD, GENERATOR, REF, VALUES, RETURNS, ADVANTAGES = (
@@ -86,6 +89,30 @@ class RaftSpec(SpecSection):
     least: float | None = setting(None, "smallest reward of an answer that is imitated", 1.0, ge=-1e9, le=1e9)
 
 
+class GeneratorSpec(SpecSection):
+    """A server that samples the answers instead of the embedded generator."""
+
+    vllm: str = setting(..., "base URL of a vLLM server, which ends in /v1", "http://localhost:8000/v1")
+    model: str = setting(..., "name of the model there", "policy")
+    folder: str | None = setting(
+        None,
+        "the folder that the server serves: each round's weights are written there and the server is told to reload",
+        "served/",
+    )
+    key_env: str | None = setting(None, "environment variable with the key, which is written nowhere", "VLLM_API_KEY")
+    parallel: int = setting(64, "requests at the same time", 64, ge=1, le=1024)
+    timeout: Seconds = setting(600.0, "timeout of a request", "600s", gt=0)
+    retries: int = setting(5, "retries after 429, 5xx, no answer or no connection", 5, ge=0, le=100)
+
+    @field_validator("vllm")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        check_url(value, "http://localhost:8000/v1")
+        if not value.startswith(("http://", "https://")):
+            raise ValueError("write http://... or https://...")
+        return value.rstrip("/")
+
+
 class RlSpec(SpecSection):
     """Reinforcement learning from rewards. A round samples answers to `prompts` prompts and trains on them for
     `minibatches * epochs` steps."""
@@ -125,8 +152,27 @@ class RlSpec(SpecSection):
     held_out_temperature: float = setting(
         0.0, "temperature of answers to held-out prompts; 0 takes the most likely token", 0.7, ge=0, le=100
     )
+    environment: str | None = setting(
+        None, "class of episodes of several turns, such as tools: file.py:Class or module:Class", "tools.py:Calculator"
+    )
+    turns: int = setting(8, "with environment: answers of the model in an episode, at most", 4, ge=1, le=1000)
+    generator: GeneratorSpec | None = setting(
+        None,
+        "a vLLM server that samples the answers (default: the embedded generator)",
+        {"vllm": "http://localhost:8000/v1", "model": "policy", "folder": "served/"},
+    )
+    ahead: Literal[0, 1] = setting(
+        0, "1 samples the next round while this one trains, with the weights from before it", 1
+    )
     slots: int = setting(64, "answers that are generated at the same time on each device", 64, ge=1, le=65_536)
     keep: int | None = setting(None, "newest rounds whose rollouts are kept (default: all)", 100, ge=1, le=10**9)
+
+    @field_validator("environment")
+    @classmethod
+    def _names_class(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[^:]+:[A-Za-z_]\w*", value):
+            raise ValueError(f"{value!r} names no class: write file.py:Class or module:Class")
+        return value
 
     @property
     def round_steps(self) -> int:
@@ -142,6 +188,13 @@ class RlSpec(SpecSection):
     def step_positions(self) -> int:
         """Positions of the prompt stream by which each step advances."""
         return self.prompts // self.round_steps
+
+    def needs_reference(self, objective: str) -> bool:
+        return self.kl.needs_reference or objective == ONLINE_DPO
+
+    def answers_of_row(self, objective: str) -> int:
+        """Answers that must be in one row of a batch: both of a pair."""
+        return 2 if objective == ONLINE_DPO else 1
 
     def kl_in_reward(self, objective: str) -> bool:
         if not self.kl.needs_reference:
@@ -167,8 +220,9 @@ class RlSpec(SpecSection):
         if objective == GKD:
             return ()
         controlled = self.kl_in_reward(objective) or self.kl.target is not None or self.kl.limit is not None
-        names = [OLD] if self.round_steps > 1 or controlled or objective == "ppo" else []
-        names += [REF] if self.kl.needs_reference else []
+        old = self.round_steps > 1 and objective != ONLINE_DPO
+        names = [OLD] if old or controlled or objective == "ppo" else []
+        names += [REF] if self.needs_reference(objective) else []
         return (*names, VALUES) if objective == "ppo" else tuple(names)
 
     def arrays(self, objective: str) -> tuple[str, ...]:

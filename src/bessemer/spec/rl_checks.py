@@ -1,4 +1,4 @@
-"""Checks of settings that cannot work with `objective: grpo, rloo, reinforce, ppo, raft, gkd`."""
+"""Checks of settings that cannot work with `objective: grpo, rloo, reinforce, ppo, raft, online_dpo, gkd`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bessemer.errors import UserError
 from bessemer.spec.data import CurriculumSpec, NoiseSpec
 from bessemer.spec.document import KeyPath
 from bessemer.spec.model import BASE, ObjectiveSpec, OtherModelSpec
-from bessemer.spec.rl import CRITIC, GKD, REFERENCE, RL_OBJECTIVES, RlSpec
+from bessemer.spec.rl import CRITIC, GKD, ONLINE_DPO, REFERENCE, RL_OBJECTIVES, RlSpec
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 
 Problem = tuple[KeyPath, str]
@@ -40,9 +40,10 @@ def with_companions(spec: RunSpec) -> RunSpec:
         return spec
     models, path = dict(spec.models), spec.model.hf or spec.start_from
     fix = "write model: {hf: FOLDER} or start_from"
-    if spec.rl.kl.needs_reference and REFERENCE not in models:
+    if spec.rl.needs_reference(spec.objective) and REFERENCE not in models:
+        key = "objective: online_dpo: the loss" if spec.objective == ONLINE_DPO else "rl.kl: a penalty"
         if path is None:
-            raise UserError(f"rl.kl: a penalty compares with the model that training starts from: {fix}")
+            raise UserError(f"{key} compares with the model that training starts from: {fix}")
         models[REFERENCE] = OtherModelSpec(path=BASE if spec.adapter else path)
     if spec.objective == "ppo" and CRITIC not in models:
         if path is None:
@@ -87,7 +88,7 @@ def _check_gkd(spec: RunSpec) -> Iterator[Problem]:
 def _check_rewards(spec: RunSpec) -> Iterator[Problem]:
     """Rewards, advantages and losses of reinforcement learning."""
     rl = spec.rl
-    if not rl.rewards:
+    if not rl.rewards and rl.environment is None:
         yield (
             ("rl", "rewards"),
             "no reward: write for example rewards: {right: {verifier: exact}}, or {own: rewards.py:f}",
@@ -96,6 +97,17 @@ def _check_rewards(spec: RunSpec) -> Iterator[Problem]:
     if (advantage == "gae") != (spec.objective == "ppo"):
         yield ("rl", "advantage"), "gae needs the critic of objective: ppo, which has no other advantage: remove this"
     grouped = advantage in ("group_std", "group", "rloo", "global_baseline")
+    if rl.ahead and rl.dynamic_sampling:
+        yield ("rl", "ahead"), "dynamic_sampling draws further prompts with the present weights: write ahead: 0"
+    if rl.generator is not None and rl.generator.folder is None:
+        yield (
+            ("rl", "generator", "folder"),
+            "the server would keep the weights that it began with: name the folder that it serves",
+        )
+    if rl.generator is not None and spec.adapter is not None:
+        yield ("rl", "generator"), "it is given complete weights, and this run trains an adapter: remove one of them"
+    if rl.generator is not None and spec.parallel.tp > 1:
+        yield ("rl", "generator"), "its weights are written by ranks that hold whole layers: write parallel: {tp: 1}"
     if rl.samples < 2 and (grouped or rl.dynamic_sampling):
         key = "advantage" if grouped else "dynamic_sampling"
         yield ("rl", "samples"), f"{key} compares the answers to a prompt: write 2 or more"
@@ -107,6 +119,25 @@ def _check_rewards(spec: RunSpec) -> Iterator[Problem]:
         yield ("rl", "raft", "top"), f"{rl.raft.top} exceeds the {rl.samples} answers to a prompt: lower it"
     if loss == "reinforce" and rl.round_steps > 1 and spec.objective != "raft":
         yield ("rl", "loss"), "reinforce is right for one step only: write loss: clip, or minibatches: 1 and epochs: 1"
+    if spec.objective == ONLINE_DPO:
+        yield from _check_online_dpo(spec)
+
+
+def _check_online_dpo(spec: RunSpec) -> Iterator[Problem]:
+    """Settings of a policy gradient have no effect on the loss of pairs."""
+    rl, plain = spec.rl, RlSpec()
+    if rl.samples < 2:
+        yield ("rl", "samples"), "a pair is the best and the worst of the answers to a prompt: write 2 or more"
+    for key in ("loss", "advantage", "aggregate", "clip", "clip_high", "dual_clip", "correction", "ppo", "raft"):
+        if getattr(rl, key) != getattr(plain, key):
+            yield ("rl", key), "has no effect with objective: online_dpo, whose loss is dpo.loss: remove it"
+    if rl.kl.beta or rl.kl.target is not None:
+        yield (("rl", "kl"), "the loss of pairs holds the model to the reference: write dpo: {beta: 0.1}")
+    if spec.dpo.sft_weight:
+        yield (("dpo", "sft" if spec.dpo.sft else "loss"), "online_dpo adds no cross-entropy: remove it")
+    for key in ("share_prefix", "reference"):
+        if getattr(spec.dpo, key) != "auto":
+            yield ("dpo", key), "is for pairs from files: remove it"
 
 
 def _check_rest(spec: RunSpec) -> Iterator[Problem]:

@@ -240,6 +240,23 @@ class SftSpec(SpecSection):
 OBJECTIVES = ("pretrain", "sft", "classify", "distill", "dpo", "kto", "reward", *RL_OBJECTIVES)
 
 
+def section_of(objective: str) -> str:
+    """The key of an objective's settings: its name; of reinforcement learning rl, of gkd distill."""
+    if objective == GKD:
+        return "distill"
+    return "rl" if objective in RL_OBJECTIVES else objective
+
+
+def expand_objective(data: dict[str, Any]) -> dict[str, Any]:
+    """`objective: {dpo: {loss: ipo}}` is `objective: dpo` and `dpo: {loss: ipo}`. Others are returned unchanged."""
+    objective = data.get("objective")
+    if not isinstance(objective, dict) or len(objective) != 1:
+        return data
+    [(name, settings)] = objective.items()
+    expands = name in OBJECTIVES[1:] and section_of(name) not in data
+    return {**data, "objective": name, section_of(name): {} if settings is None else settings} if expands else data
+
+
 class RunSpec(SpecSection):
     """One run."""
 
@@ -248,8 +265,9 @@ class RunSpec(SpecSection):
     seed: int = setting(0, "seed of all random draws", 0, ge=0, lt=2**63)
     objective: str = setting(
         "pretrain",
-        "pretrain, sft, classify, distill, gkd, dpo, kto, reward, grpo, rloo, reinforce, ppo, raft, or your own class: "
-        "path/to/file.py:Class or module:Class; {dpo: {loss: ipo}} is short for the objective and its section",
+        "pretrain, sft, classify, distill, gkd, dpo, kto, reward, grpo, rloo, reinforce, ppo, raft, online_dpo, or "
+        "your own class: path/to/file.py:Class or module:Class; {dpo: {loss: ipo}} is short for the objective and "
+        "its section",
         "sft",
     )
     classify: ClassifySpec | None = setting(
@@ -257,11 +275,11 @@ class RunSpec(SpecSection):
     )
     sft: SftSpec | None = setting(None, "with objective: sft: its settings", {"neftune": 5.0})
     distill: DistillSpec = section(DistillSpec, "with objective: distill or gkd: how the teacher is compared")
-    dpo: DpoSpec = section(DpoSpec, "with objective: dpo: the loss of pairs")
+    dpo: DpoSpec = section(DpoSpec, "with objective: dpo or online_dpo: the loss of pairs")
     kto: KtoSpec = section(KtoSpec, "with objective: kto: the loss of answers with labels")
     reward: RewardModelSpec = section(RewardModelSpec, "with objective: reward: the reward model")
     rl: RlSpec = section(
-        RlSpec, "with objective: grpo, rloo, reinforce, ppo or raft: rollouts and rewards; gkd: rollouts"
+        RlSpec, "with objective: grpo, rloo, reinforce, ppo, raft or online_dpo: rollouts and rewards; gkd: rollouts"
     )
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
@@ -324,14 +342,23 @@ class RunSpec(SpecSection):
     @model_validator(mode="before")
     @classmethod
     def _expand_objective(cls, value: Any) -> Any:
-        """`objective: {dpo: {loss: ipo}}` is `objective: dpo` and `dpo: {loss: ipo}`; grpo and its kin have `rl`."""
-        objective = value.get("objective") if isinstance(value, dict) else None
-        if not isinstance(objective, dict) or len(objective) != 1:
+        return expand_objective(value) if isinstance(value, dict) else value
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _is_one_name(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
             return value
-        [(name, section)] = objective.items()
-        key = "distill" if name == GKD else "rl" if name in RL_OBJECTIVES else name
-        expands = name in OBJECTIVES[1:] and key not in value
-        return {**value, "objective": name, key: section} if expands else value
+        known = [name for name in value if name in OBJECTIVES]
+        if len(value) != 1:
+            fix = f"objective: {{{known[0] if known else 'dpo'}: ...}} with all its settings below it"
+            raise ValueError(f"it has the keys {', '.join(map(str, value))}: name one objective, such as {fix}")
+        if not known:
+            return str(next(iter(value)))
+        key = section_of(known[0])
+        if key not in cls.model_fields:
+            raise ValueError(f"{known[0]} has no settings of its own: write objective: {known[0]}")
+        raise ValueError(f"{known[0]} has settings here and below {key}: write all of them below {key}")
 
     @field_validator("objective")
     @classmethod

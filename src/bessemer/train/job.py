@@ -80,6 +80,14 @@ class Rollouts(Protocol):
         """Provide the rollouts of a step, with the present weights; the reason if the run ends instead."""
         ...
 
+    def settle(self, job: Job) -> None:
+        """Before a checkpoint: what a resumed run needs of unfinished work is on disk."""
+        ...
+
+    def stop(self) -> None:
+        """End unfinished work: the loop is left for good."""
+        ...
+
     def numbers(self, step: int) -> dict[str, float]:
         """What a step's record says about its rollouts."""
         ...

@@ -31,7 +31,15 @@ FREQUENT_SAVES = 4  # times as many saves after an incident
 def train_loop(job: Job) -> Outcome:
     """Train until the budget, a stopping rule, a signal, an incident or a fault. The state is saved in each case but an
     incident, after which the caller repairs the job and calls again."""
-    return TrainLoop(job).run()
+    try:
+        outcome = TrainLoop(job).run()
+    except BaseException:
+        if job.rollouts:
+            job.rollouts.stop()
+        raise
+    if job.rollouts and outcome.kind != "incident":
+        job.rollouts.stop()
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -306,6 +314,8 @@ def agree(job: Job, result: StepResult, due: Due) -> Due:
 
 def save(job: Job, done: int, validation_loss: float | None) -> bool:
     """A checkpoint after `done` steps; False if the disk refused."""
+    if job.rollouts:
+        job.rollouts.settle(job)
     job.guard.phase_tracker.enter_phase("save")
     job.recorder.view.activity(f"saving after step {done:,}")
     return job.saver.save(job, done, validation_loss) is not None

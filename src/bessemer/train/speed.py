@@ -38,7 +38,8 @@ from bessemer.train.objective import Pretrain
 
 LONGEST_S = 2.0  # matmul time of a row up to which it is measured in full
 SHORTEST = 64  # tokens of a shortened row; fewer would use other matmul kernels
-MEASURE_S = 1.0  # for the passes of a row
+MEASURE_S = 0.5  # for the passes of a row, and again for those of a micro-batch
+SHORT_ROW_S = 0.05
 UPDATE_BYTES = 40  # read and written per parameter by clipping and AdamW's update
 
 
@@ -128,8 +129,8 @@ def step_seconds(
     update. Discards gradients and restores the random state, so the run does not depend on it. None where it cannot be
     measured.
 
-    One row is about as fast as many: 10M parameters with context 512 on two busy ARM cores gave 615 to 716 tokens/s
-    with 1 to 8 rows.
+    One row is about as fast as many where it takes long: 10M parameters with context 512 on two busy ARM cores gave 615
+    to 716 tokens/s with 1 to 8 rows. Of a short row most is overhead, so there a micro-batch is measured.
     """
     if engine.world.size > 1 or not engine.optimizer.whole or not engine.optimizer.rejects_before_update:
         return None
@@ -137,7 +138,7 @@ def step_seconds(
     update_s = UPDATE_BYTES * sum(p.numel() for p in engine.optimizer.parameters) / _memory_rate(engine.device)
     row_flops = shape.flops_per_token(context) * context
     if row_flops <= LONGEST_S * matmul_rate:
-        return rows * _row_seconds(engine, stream, step) + update_s
+        return rows * _row_seconds(engine, stream, step, rows) + update_s
     if shape.wrapped or shape.decoder_layers:
         return None
     return (
@@ -146,13 +147,20 @@ def step_seconds(
     )
 
 
-def _row_seconds(engine: Engine, stream: BatchStream | IterableStream, step: int) -> float:
-    """Of forward and backward: the median of the passes that fit in MEASURE_S."""
+def _row_seconds(engine: Engine, stream: BatchStream | IterableStream, step: int, rows: int) -> float:
+    """Of forward and backward of a row: of one alone, or its share of a micro-batch if that is short."""
     if isinstance(stream, IterableStream):  # cannot be read ahead
-        batch = random_batch(engine.model.shape.vocab, 1, engine.plan.context)
+        batch = random_batch(engine.model.shape.vocab, min(rows, engine.plan.micro_rows), engine.plan.context)
     else:
-        batch = stream.micro_batches(step, engine.plan.micro_rows)[0].part(0, 1)
+        batch = stream.micro_batches(step, engine.plan.micro_rows)[0]
+    alone_s, count = _pass_seconds(engine, batch.part(0, 1)), min(rows, len(batch.tokens))
+    if alone_s > SHORT_ROW_S or count == 1:
+        return alone_s
+    return _pass_seconds(engine, batch.part(0, count)) / count
 
+
+def _pass_seconds(engine: Engine, batch: Batch) -> float:
+    """The median of the passes that fit in MEASURE_S."""
     times: list[float] = []
     with torch.random.fork_rng([]):
         while not times[1:] or sum(times[1:]) < MEASURE_S:
