@@ -132,7 +132,7 @@ def test_adapters_compare_with_the_model_without_them(base: tuple[Path, Path, Pa
         ({"dpo": {"loss": "ipo", "smoothing": 0.1}}, "ipo has no smoothing"),
         ({"dpo": {"loss": "exo_pair"}}, "exo_pair needs smoothing"),
         ({"objective": "pretrain", "dpo": {"loss": "ipo"}}, "has no effect with objective: pretrain"),
-        ({"objective": {"dpo": {"loss": "ipo"}}, "dpo": {"loss": "ipo"}}, "objective: expected text"),
+        ({"objective": {"dpo": {"loss": "ipo"}}, "dpo": {"loss": "ipo"}}, "settings here and below dpo: write all"),
         ({"data": {"sources": {"a": {"path": "x.jsonl", "messages_field": "m"}}}}, "dpo compares two answers"),
         ({"models": {"reference": {"path": "runs/base", "train": True}}}, "the reference is a frozen language model"),
         ({"dpo": {"reference": "stored"}, "data": {"sources": {"a": "x.jsonl"}, "noise": {"replace": 0.1}}},

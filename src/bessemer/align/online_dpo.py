@@ -45,10 +45,13 @@ class OnlineDpo(PolicyGradient):
             batch.tokens, batch.targets, weights, batch.documents, batch.tokens, in_place=True, read=read
         )
 
+    def columns_read(self, made: Batch | ObjectiveBatch) -> None:
+        """All: the weights mark pairs, not the tokens that their losses sum."""
+
     def element_losses(self, model: Decoder, inputs: ModelInputs, hidden_BTW: Tensor) -> ElementLosses:
         fields, weights_BT = inputs.fields, inputs.weights_BT
         samples_BT, mask_BT = fields[SAMPLES].long(), (fields[LENGTHS] > 0).float()
-        logps_BT = self.logps(model, hidden_BTW, inputs.targets_BT).where(mask_BT > 0, 0.0)
+        logps_BT = self.logps(model, hidden_BTW, inputs).where(mask_BT > 0, 0.0)
         reference_BT = fields[REF].where(mask_BT > 0, 0.0)
 
         def sides(values_BT: Tensor) -> tuple[Tensor, Tensor]:

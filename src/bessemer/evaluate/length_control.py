@@ -62,7 +62,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     ranks = [_ranks(np.asarray(values, np.float64)) for values in (a, b)]
     if len(a) < 2 or min(rank.std() for rank in ranks) == 0:
         return None
-    value = float(np.corrcoef(*ranks)[0, 1])
+    value = float(np.corrcoef(ranks[0], ranks[1])[0, 1])
     return None if math.isnan(value) else value
 
 

@@ -37,7 +37,9 @@ def standard_error(values: Sequence[float], clusters: Clusters = None) -> float:
 
 def _cluster_sums(values: Floats, clusters: Sequence[Hashable]) -> Floats:
     numbers = {cluster: number for number, cluster in enumerate(dict.fromkeys(clusters))}
-    return np.bincount([numbers[cluster] for cluster in clusters], values, len(numbers))
+    sums: Floats = np.zeros(len(numbers))
+    np.add.at(sums, [numbers[cluster] for cluster in clusters], values)
+    return sums
 
 
 def effective_questions(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
