@@ -176,7 +176,7 @@ def test_the_command_asks_on_the_run_s_own_held_out_text(run: Path) -> None:
 
 def test_the_command_says_what_is_missing(run: Path) -> None:
     for arguments, message in (
-        ([], "name what to measure: --needle"),
+        ([], "name what to measure: --tasks, --suite"),
         (["--needle", "--lengths", "x"], "write for example 512,4Ki"),
     ):
         with pytest.raises(UserError, match=message):

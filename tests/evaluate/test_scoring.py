@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bessemer.errors import UserError
-from bessemer.evaluate.scoring import Likelihood, Scorer, Text, pack_rows, pack_trees
+from bessemer.evaluate.scoring import Likelihood, ScoredText, Scorer, pack_rows, pack_trees
 from bessemer.model.transformer import Decoder, build_model
 from bessemer.spec.shape import ModelShape
 
@@ -120,13 +120,13 @@ def test_ranks_divide_the_passes_and_agree() -> None:
 
 
 def test_rows_of_one_length_stay_together() -> None:
-    texts = [Text(np.arange(length), [(length - 1, 1, 0)]) for length in (3, 5, 5, 4)]
+    texts = [ScoredText(np.arange(length), [(length - 1, 1, 0)]) for length in (3, 5, 5, 4)]
     assert [pack.tokens_BT.shape for pack in pack_rows(texts, 100, same_length=True)] == [(2, 5), (1, 4), (1, 3)]
     assert [pack.tokens_BT.shape for pack in pack_rows(texts, 10, same_length=False)] == [(2, 5), (2, 4)]
 
 
 def test_columns_end_where_their_continuations_do() -> None:
-    texts = [Text(np.array(ids), [(0, 0, 0)]) for ids in ([1, 2], [1, 2, 3], [1, 4], [5])]
+    texts = [ScoredText(np.array(ids), [(0, 0, 0)]) for ids in ([1, 2], [1, 2, 3], [1, 4], [5])]
     (pack,) = pack_trees(texts, 128)
     assert pack.until_BT is not None and pack.depth_BT is not None
     assert pack.tokens_BT[0, :5].tolist() == [1, 2, 3, 4, 5]

@@ -148,7 +148,7 @@ def test_a_cancelled_job_is_not_stepped_again(folder):
 
 
 def test_a_full_queue_is_refused_and_told_when_to_retry(small):
-    threads = [threading.Thread(target=post, args=(small, LONG | {"max_tokens": 50})) for _ in range(4)]
+    threads = [threading.Thread(target=post, args=(small, LONG | {"max_tokens": 200})) for _ in range(4)]
     for thread in threads:
         thread.start()
     wait_until(lambda: small.scheduler.load() == {"running": 1, "waiting": 3})
@@ -207,7 +207,9 @@ def test_keys_hosts_and_bodies(folder):
             yield b'{"prompt": "'
             yield from [b"x" * 100] * 20
 
-        response = httpx.post(f"{server.url}/v1/completions", content=chunks(), headers=headers)
+        response = httpx.post(
+            f"{server.url}/v1/completions", content=chunks(), headers={**headers, "Content-Type": "application/json"}
+        )
         assert response.status_code == 413
     with running([model]) as server:  # a web page that resolves its own name to this machine
         assert httpx.get(f"{server.url}/v1/models", headers={"Host": "evil.test:80"}).status_code == 403

@@ -95,7 +95,8 @@ class Dpo(AnswerObjective):
         sides = [
             values_BD[:, side::2].flatten() for values_BD in (logps_BD, tokens_BD, reference_BD) for side in (0, 1)
         ]
-        pairs, counted_P = PairLogps(*sides, self.spec.divergence, self.spec.alpha), counted_BP.flatten()
+        pairs = PairLogps(*sides, divergence=self.spec.divergence, alpha=self.spec.alpha)  # type: ignore[misc, arg-type]
+        counted_P = counted_BP.flatten()
         losses_P = self.loss_of_pairs(pairs, self.spec)
         if losses_P.shape != counted_P.shape:
             shape = tuple(losses_P.shape)

@@ -24,7 +24,7 @@ from bessemer.data.tokenizer.chat import find_problems
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
 from bessemer.spec.data import SourceSpec
-from bessemer.train.trained import TextReader
+from bessemer.train.trained import ReadsText, TextReader
 
 _FORMAT = 1  # raise it when the same rows give other prompts
 PROMPT = "prompt"
@@ -196,7 +196,7 @@ class PromptData:
         return PromptRows(prompts, ids, context, self.tokenizer.fingerprint)
 
 
-def encode_prompt(reader: TextReader, prompt: Prompt) -> Ints:
+def encode_prompt(reader: ReadsText, prompt: Prompt) -> Ints:
     """What the model reads: a text is one turn of the user if the model has a chat template."""
     content = prompt.content
     if isinstance(content, str) and reader.template is None:

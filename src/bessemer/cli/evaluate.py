@@ -145,8 +145,8 @@ def _print(result: Evaluation, path: Path | None, as_json: bool) -> None:
         print(f"cut  {result.settings['truncated']:,} prompts were longer than the model's context")
     for note in result.settings.get("missing", []):
         print(f"left out  {note}")
-    if line := result.settings.get("registered"):
-        print(f"registered  {line}")
+    if registered := result.settings.get("registered"):
+        print(f"registered  {registered}")
     if path:
         print(f"written  {path}")
 
@@ -166,13 +166,13 @@ def _gate(text: str) -> tuple[str, str | None, float]:
 def _check_gates(result: Evaluation, gates: list[tuple[str, str | None, float]]) -> None:
     failed = False
     for task, metric, limit in gates:
-        found = result.find(task, metric)
-        if found is None:
+        score = result.find(task, metric)
+        if score is None:
             known = ", ".join(dict.fromkeys(each.task for each in result.results)) or "none"
             raise UserError(f"--fail-below {task}: was not scored; there are {known}")
-        worse = found.reported < limit if found.higher_is_better else found.reported > limit
+        worse = score.reported < limit if score.higher_is_better else score.reported > limit
         if worse:
-            print(f"failed  {found.name} is {found.reported:.4g}, the limit is {limit:g}", file=sys.stderr)
+            print(f"failed  {score.name} is {score.reported:.4g}, the limit is {limit:g}", file=sys.stderr)
             failed = True
     if failed:
         raise typer.Exit(1)

@@ -20,15 +20,15 @@ def comparison(evaluations: Sequence[Evaluation], names: Sequence[str], best_by:
     rows: list[dict[str, Any]] = []
     for result in first.results:
         matching = [_same(result, evaluation, name) for evaluation, name in zip(others, names[1:], strict=True)]
-        found = [each for each in matching if each is not None]
-        if not result.values or len(found) < len(others):
+        compared = [each for each in matching if each is not None]
+        if not result.values or len(compared) < len(others):
             continue
-        tests = [PairedTest.of(result.values, other.values, result.groups) for other in found]
+        tests = [PairedTest.of(result.values, other.values, result.groups) for other in compared]
         errors = [test.error for test in tests if test.error > 0]
         rows.append({
             "metric": result.name, "task": result.task, "higher_is_better": result.higher_is_better,
-            "questions": len(result.ids), "scores": [each.reported for each in (result, *found)],
-            "intervals": [each.interval[0] for each in (result, *found)],
+            "questions": len(result.ids), "scores": [each.reported for each in (result, *compared)],
+            "intervals": [each.interval[0] for each in (result, *compared)],
             "tests": [test.to_json() for test in tests],
             "detectable_difference": detectable_difference(
                 len(result.ids), max((error**2 * len(result.ids) for error in errors), default=0.0)

@@ -88,7 +88,7 @@ def _training_texts(data: Prepared, report: ProgressReport) -> Iterator[tuple[st
 
 def _hits(index: EvaluationIndex, texts: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
     """(document, item, its different n-grams in the document, word at which the first begins)."""
-    found: dict[tuple[int, int], dict[int, int]] = {}
+    matches: dict[tuple[int, int], dict[int, int]] = {}
     for block in shingles(texts, "word", NGRAM, brief=False):
         at, grams = index.find(block.hashes)
         segment = np.searchsorted(block.starts, at, side="right") - 1
@@ -96,8 +96,8 @@ def _hits(index: EvaluationIndex, texts: Sequence[str]) -> Iterator[tuple[int, i
         owners = block.documents[segment]
         for document, gram, word in zip(owners.tolist(), grams.tolist(), words.tolist(), strict=True):
             for item in index.item[index.start[gram] : index.start[gram + 1]].tolist():
-                found.setdefault((document, item), {}).setdefault(gram, word)
-    for (document, item), words_of in found.items():
+                matches.setdefault((document, item), {}).setdefault(gram, word)
+    for (document, item), words_of in matches.items():
         yield document, item, len(words_of), min(words_of.values())
 
 

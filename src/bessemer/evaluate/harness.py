@@ -74,10 +74,11 @@ def make_lm(model: LanguageModel) -> Any:
             return model.encode([string], add_special_tokens is not False)[0].tolist()
 
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            return [tuple(each) for each in model.score_pairs([request.args for request in requests])]
+            return [(each.logp, each.greedy) for each in model.score_pairs([request.args for request in requests])]
 
         def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-            return [tuple(each) for each in model.scorer.score([request[1:] for request in requests], model.report)]
+            scores = model.scorer.score([request[1:] for request in requests], model.report)
+            return [(each.logp, each.greedy) for each in scores]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             return model.score_texts([request.args[0] for request in requests])

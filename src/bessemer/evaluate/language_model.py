@@ -89,8 +89,8 @@ class LanguageModel:
         results: list[tuple[Any, Any]] = []
         for context, continuation in moved:
             if context:
-                before, whole = ids[context], ids[context + continuation]
-                after = whole[len(before) :]
+                before, full = ids[context], ids[context + continuation]
+                after = full[len(before) :]
                 if not len(after):  # both merge into fewer tokens than the context has
                     after = self.encode([continuation], prefix=False)[0]
             else:
@@ -137,8 +137,8 @@ class LanguageModel:
         return [by_rank[number % ranks][number // ranks] for number in range(len(cases))]
 
     def _request(self, text: str, settings: Mapping[str, Any], number: int) -> Request:
-        asked = next((settings[name] for name in MAX_TOKENS if settings.get(name) is not None), NEW_TOKENS)
-        most = min(int(asked), self.max_length - 1)
+        most_new = next((settings[name] for name in MAX_TOKENS if settings.get(name) is not None), NEW_TOKENS)
+        most = min(int(most_new), self.max_length - 1)
         ids = self.encode([text])[0].tolist()[-(self.max_length - most) :] or [self.loaded.format.start]
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops

@@ -27,22 +27,22 @@ from bessemer.spec.load import read_text
 KEYS = ("prompt", "choices", "answer", "metric", "max_tokens", "stop", "id", "cluster", "shot")
 FORMATS = {
     "plain": "{prompt}",
-    "question": "Question: {prompt}\nAnswer:",
+    "question": "TaskQuestion: {prompt}\nAnswer:",
     "letters": "Q: {prompt}\nA:",
     "line": "{prompt}\nAnswer:",
     "capitals": "QUESTION: {prompt}\nANSWER:",
     "problem": "Problem: {prompt}\nSolution:",
-    "gap": "Question: {prompt}\n\nAnswer:",
-    "brackets": "[Question] {prompt}\n[Answer]",
-    "hashes": "### Question\n{prompt}\n### Answer\n",
-    "dashes": "Question - {prompt}\nAnswer -",
+    "gap": "TaskQuestion: {prompt}\n\nAnswer:",
+    "brackets": "[TaskQuestion] {prompt}\n[Answer]",
+    "hashes": "### TaskQuestion\n{prompt}\n### Answer\n",
+    "dashes": "TaskQuestion - {prompt}\nAnswer -",
 }
 MAX_TOKENS = 64
 _STOP = ("\n",)
 
 
 @dataclass(frozen=True)
-class Question:
+class TaskQuestion:
     """One row. `answers` are texts; of multiple choice the right one is `choices[right]`."""
 
     place: str
@@ -63,9 +63,9 @@ class Question:
         return f"{self.prompt}\n{self.answers[0]}"
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path) -> list[TaskQuestion]:
     """All rows, checked."""
-    questions: list[Question] = []
+    questions: list[TaskQuestion] = []
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             questions.append(_question(f"{path}:{number}", line, len(questions)))
@@ -77,7 +77,7 @@ def read_questions(path: Path) -> list[Question]:
     return questions
 
 
-def _question(place: str, line: str, number: int) -> Question:
+def _question(place: str, line: str, number: int) -> TaskQuestion:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -98,14 +98,14 @@ def _question(place: str, line: str, number: int) -> Question:
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise UserError(f"{place}: stop is {stop!r}; write a text or a list of texts")
     cluster = row.get("cluster")
-    question = Question(
+    question = TaskQuestion(
         place, str(row.get("id", number)), row["prompt"], (), max_tokens=max_tokens, stop=tuple(stop),
         cluster=None if cluster is None else str(cluster), shot=bool(row.get("shot")),
     )  # fmt: skip
     return _with_choices(question, row) if "choices" in row else _with_answers(question, row)
 
 
-def _with_choices(question: Question, row: dict[str, Any]) -> Question:
+def _with_choices(question: TaskQuestion, row: dict[str, Any]) -> TaskQuestion:
     place, choices, answer = question.place, row["choices"], row["answer"]
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c.strip() for c in choices):
         raise UserError(f"{place}: choices is {choices!r}; write a list of at least two texts")
@@ -119,7 +119,7 @@ def _with_choices(question: Question, row: dict[str, Any]) -> Question:
     return replace(question, choices=tuple(choices), right=answer, answers=(choices[answer],))
 
 
-def _with_answers(question: Question, row: dict[str, Any]) -> Question:
+def _with_answers(question: TaskQuestion, row: dict[str, Any]) -> TaskQuestion:
     place, answer, metric = question.place, row["answer"], row.get("metric", "exact")
     answers = answer if isinstance(answer, list) else [answer]
     if not answers or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
@@ -137,13 +137,13 @@ def _with_answers(question: Question, row: dict[str, Any]) -> Question:
 
 
 def run_questions(
-    model: LanguageModel, name: str, questions: Sequence[Question], shots: int | None = None, seed: int = 0,
+    model: LanguageModel, name: str, questions: Sequence[TaskQuestion], shots: int | None = None, seed: int = 0,
     limit: int | None = None, formats: int = 1,
 ) -> list[TaskResult]:  # fmt: skip
     """The scores of a file's questions. `formats` above 1 scores them with so many equivalent prompt formats and notes
     the range; the score is that of the first, the prompt as it stands in the file."""
     examples = [question for question in questions if question.shot]
-    asked = [question for question in questions if not question.shot][:limit]
+    scored = [question for question in questions if not question.shot][:limit]
     count = len(examples) if shots is None else shots
     if count > len(examples):
         raise UserError(
@@ -151,27 +151,27 @@ def run_questions(
         )
     chosen = random.Random(seed).sample(examples, count) if count < len(examples) else examples
     used = list(FORMATS)[: max(1, formats)]
-    by_format = {key: _score(model, asked, chosen, FORMATS[key]) for key in used}
+    by_format = {key: _score(model, scored, chosen, FORMATS[key]) for key in used}
     results = []
     for metric, (values, rows) in by_format[used[0]].items():
         results.append(
             TaskResult(
-                name, metric, values, [question.id for question in asked], sum(values) / len(values), count,
-                make_hash([FORMATS[used[0]], model.chat, count, seed, [q.text for q in chosen], asked[0].stop]),
-                rows[0]["arguments"][0][0], clusters=_clusters(asked), samples=rows,
+                name, metric, values, [question.id for question in scored], sum(values) / len(values), count,
+                make_hash([FORMATS[used[0]], model.chat, count, seed, [q.text for q in chosen], scored[0].stop]),
+                rows[0]["arguments"][0][0], clusters=_clusters(scored), samples=rows,
                 formats={key: sum(got := by_format[key][metric][0]) / len(got) for key in used} if formats > 1 else {},
             )
         )  # fmt: skip
     return results
 
 
-def _clusters(questions: Sequence[Question]) -> list[str] | None:
+def _clusters(questions: Sequence[TaskQuestion]) -> list[str] | None:
     if all(question.cluster is None for question in questions):
         return None
     return [question.cluster or f"{question.place} alone" for question in questions]
 
 
-def _prompt(model: LanguageModel, question: Question, examples: Sequence[Question], form: str) -> str:
+def _prompt(model: LanguageModel, question: TaskQuestion, examples: Sequence[TaskQuestion], form: str) -> str:
     if model.chat:
         turns: list[dict[str, str]] = []
         for shot in examples:
@@ -188,38 +188,38 @@ def _gap(prompt: str) -> str:
 
 
 def _score(
-    model: LanguageModel, asked: Sequence[Question], examples: Sequence[Question], form: str
+    model: LanguageModel, scored: Sequence[TaskQuestion], examples: Sequence[TaskQuestion], form: str
 ) -> dict[str, tuple[list[float], list[dict[str, Any]]]]:
     """Values and logged samples by metric."""
-    prompts = [_prompt(model, question, examples, form) for question in asked]
-    if not asked[0].choices:
-        settings = [{"until": list(q.stop), "max_gen_toks": q.max_tokens} for q in asked]
+    prompts = [_prompt(model, question, examples, form) for question in scored]
+    if not scored[0].choices:
+        settings = [{"until": list(q.stop), "max_gen_toks": q.max_tokens} for q in scored]
         answers = model.answer(list(zip(prompts, settings, strict=True)))
-        metric = METRICS[asked[0].metric]
-        values = [max(metric(text, each) for each in q.answers) for text, q in zip(answers, asked, strict=True)]
+        metric = METRICS[scored[0].metric]
+        values = [max(metric(text, each) for each in q.answers) for text, q in zip(answers, scored, strict=True)]
         rows = [
             _row(question, number, [[prompt, given]], [text], {question.metric: value})
             for number, (question, prompt, given, text, value) in enumerate(
-                zip(asked, prompts, settings, answers, values, strict=True)
+                zip(scored, prompts, settings, answers, values, strict=True)
             )
         ]
-        return {asked[0].metric: (values, rows)}
+        return {scored[0].metric: (values, rows)}
     gaps = ["" if model.chat else _gap(prompt) for prompt in prompts]
     pairs = [
         (prompt, gap + choice)
-        for question, prompt, gap in zip(asked, prompts, gaps, strict=True) for choice in question.choices
+        for question, prompt, gap in zip(scored, prompts, gaps, strict=True) for choice in question.choices
     ]  # fmt: skip
     scores = iter(model.score_pairs(pairs))
     right, right_by_length, rows = [], [], []
-    for number, (question, prompt, gap) in enumerate(zip(asked, prompts, gaps, strict=True)):
-        found = [next(scores) for _ in question.choices]
-        sums = [each.logp for each in found]
+    for number, (question, prompt, gap) in enumerate(zip(scored, prompts, gaps, strict=True)):
+        likelihoods = [next(scores) for _ in question.choices]
+        sums = [each.logp for each in likelihoods]
         means = [logp / len(choice.encode()) for logp, choice in zip(sums, question.choices, strict=True)]
         right.append(float(_best(sums) == question.right))
         right_by_length.append(float(_best(means) == question.right))
         arguments = [[prompt, gap + choice] for choice in question.choices]
         values_here = {"acc": right[-1], "acc_norm": right_by_length[-1]}
-        rows.append(_row(question, number, arguments, [list(each) for each in found], values_here))
+        rows.append(_row(question, number, arguments, [list(each) for each in likelihoods], values_here))
     return {"acc": (right, rows), "acc_norm": (right_by_length, rows)}
 
 
@@ -228,7 +228,7 @@ def _best(values: Sequence[float]) -> int:
 
 
 def _row(
-    question: Question, number: int, arguments: list[Any], responses: list[Any], values: dict[str, float]
+    question: TaskQuestion, number: int, arguments: list[Any], responses: list[Any], values: dict[str, float]
 ) -> dict[str, Any]:
     """A logged sample in lm-eval's shape."""
     doc = {"prompt": question.prompt, "answers": list(question.answers), "choices": list(question.choices)}

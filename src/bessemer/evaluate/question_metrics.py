@@ -24,24 +24,24 @@ def contains(answer: str, expected: str) -> float:
 
 def numeric(answer: str, expected: str) -> float:
     """The last number of the answer is the expected one; `,` and `$` do not count."""
-    found, wanted = (_last_number(text) for text in (answer, expected))
-    if found is None or wanted is None:
+    given, wanted = (_last_number(text) for text in (answer, expected))
+    if given is None or wanted is None:
         return 0.0
-    return float(abs(found - wanted) <= TOLERANCE * max(1.0, abs(wanted)))
+    return float(abs(given - wanted) <= TOLERANCE * max(1.0, abs(wanted)))
 
 
 def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text.replace("$", ""))
-    return float(found[-1].replace(",", "")) if found else None
+    given = _NUMBER.findall(text.replace("$", ""))
+    return float(given[-1].replace(",", "")) if given else None
 
 
 def f1(answer: str, expected: str) -> float:
     """Overlap of words as in SQuAD: without case, punctuation and articles."""
-    found, wanted = (_words(text) for text in (answer, expected))
-    common = (Counter(found) & Counter(wanted)).total()
-    if not found or not wanted:
-        return float(found == wanted)
-    return 2 * common / (len(found) + len(wanted))
+    given, wanted = (_words(text) for text in (answer, expected))
+    common = (Counter(given) & Counter(wanted)).total()
+    if not given or not wanted:
+        return float(given == wanted)
+    return 2 * common / (len(given) + len(wanted))
 
 
 def _words(text: str) -> list[str]:

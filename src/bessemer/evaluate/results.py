@@ -107,8 +107,8 @@ class TaskResult:
 
 def choice_logps(row: Mapping[str, Any]) -> list[float]:
     """Of a logged sample of lm-eval or of our own tasks."""
-    found = row.get("filtered_resps", [])
-    return [float(each[0]) for each in found if isinstance(each, list | tuple) and isinstance(each[0], float | int)]
+    responses = row.get("filtered_resps", [])
+    return [float(each[0]) for each in responses if isinstance(each, list | tuple) and isinstance(each[0], float | int)]
 
 
 @dataclass

@@ -15,7 +15,7 @@ import xxhash
 from bessemer.errors import UserError
 from bessemer.evaluate.harness import FEWSHOT_SEED, load_tasks, run_harness, unchanged_random_state
 from bessemer.evaluate.language_model import LanguageModel
-from bessemer.evaluate.own_tasks import Question, read_questions, run_questions
+from bessemer.evaluate.own_tasks import TaskQuestion, read_questions, run_questions
 from bessemer.evaluate.results import Evaluation, TaskResult, make_hash
 from bessemer.evaluate.suite import CODE, SUITE, data_folder, expand, pool, run_code_suite, write_definitions, yaml_key
 
@@ -43,7 +43,7 @@ class TaskSettings:
 class TaskList:
     """The names of the tasks, sorted by who runs them. Files are read and checked."""
 
-    own: dict[str, list[Question]]
+    own: dict[str, list[TaskQuestion]]
     definitions: list[Path]
     suite: list[str]
     built_in: list[str]
@@ -51,32 +51,32 @@ class TaskList:
 
 def open_tasks(settings: TaskSettings) -> TaskList:
     """Reads what can be read before a model is loaded, so that mistakes come first."""
-    found = TaskList({}, [], [], [])
+    task_list = TaskList({}, [], [], [])
     for name in expand(settings.tasks):
         path = Path(os.path.expanduser(name))
         if path.suffix in QUESTIONS:
-            found.own[path.stem] = read_questions(path)
+            task_list.own[path.stem] = read_questions(path)
         elif path.suffix in DEFINITIONS:
             if not path.is_file():
                 raise UserError(f"--tasks {name}: there is no such file; correct the path")
-            found.definitions.append(path)
+            task_list.definitions.append(path)
         elif name in SUITE:
-            found.suite.append(name)
+            task_list.suite.append(name)
         else:
-            found.built_in.append(name)
-    if found.suite:
+            task_list.built_in.append(name)
+    if task_list.suite:
         data_folder(settings.data)
-    return found
+    return task_list
 
 
 def registration(settings: TaskSettings) -> dict[str, str]:
     """A hash for each task, of its files and of how it is asked: what a pre-registered suite must not change."""
-    asked = make_hash([settings.limit, settings.shots, settings.chat, settings.seed])
+    settings_hash = make_hash([settings.limit, settings.shots, settings.chat, settings.seed])
     hashes = {}
     for name in expand(settings.tasks):
         path = Path(os.path.expanduser(name))
         content = path.read_bytes() if path.is_file() else name.encode()
-        hashes[name] = f"{xxhash.xxh3_128_hexdigest(content)}-{asked}"
+        hashes[name] = f"{xxhash.xxh3_128_hexdigest(content)}-{settings_hash}"
     return hashes
 
 
@@ -133,8 +133,8 @@ def _run_harness(
         usual = None if count < 0 else count
         wanted = usual if settings.shots is None else settings.shots
         loaded = load_tasks(chosen, folders, wanted, settings.seed)
-        found, part = run_harness(model, loaded, settings.limit)
-        results += found
+        task_list, part = run_harness(model, loaded, settings.limit)
+        results += task_list
         for key, value in part.items():
             if isinstance(value, dict) and key != "config":
                 raw.setdefault(key, {}).update(value)

@@ -38,7 +38,7 @@ class Likelihood(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Text:
+class ScoredText:
     """What the model reads of some requests (all but the last target), and their targets: place in the text, id, and
     the request it belongs to."""
 
@@ -90,7 +90,7 @@ class Scorer:
     def score(self, requests: Sequence[tuple[Ids, Ids]], report: ProgressReport = silent) -> list[Likelihood]:
         """The likelihood of each (context, continuation), neither of which may be empty."""
         texts = self._texts(requests)
-        packs = list(pack_trees(texts, self.pack) if self.trees else pack_rows(texts, self.pack, self.by_length))
+        packs = list(pack_trees(texts, self.pack) if self.trees else pack_rows(texts, self.pack, bool(self.by_length)))
         rank, ranks, gather = self.share or (0, 1, lambda value: [value])
         if self.compiled and self.trees:
             self._compile(max(pack.tokens_BT.shape[1] for pack in packs))
@@ -108,26 +108,26 @@ class Scorer:
             np.add.at(misses, at, wrong)
         parts = gather((sums, misses)) if ranks > 1 else [(sums, misses)]
         parts = parts if ranks == 1 else [parts[i] for i in self._one_of_each(gather(rank))]
-        sums, misses = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        sums, misses = np.sum([part[0] for part in parts], axis=0), np.sum([part[1] for part in parts], axis=0)
         return [Likelihood(float(logp), not wrong) for logp, wrong in zip(sums, misses, strict=True)]
 
     def _one_of_each(self, shares: list[int]) -> list[int]:
         """Ranks of tensor parallelism compute the same: the first of each share counts."""
         return [shares.index(share) for share in sorted(set(shares))]
 
-    def _texts(self, requests: Sequence[tuple[Ids, Ids]]) -> list[Text]:
+    def _texts(self, requests: Sequence[tuple[Ids, Ids]]) -> list[ScoredText]:
         """Requests that read the same tokens are one text: choices of one token differ only in their target."""
-        by_key: dict[bytes, Text] = {}
+        by_key: dict[bytes, ScoredText] = {}
         for number, (context, continuation) in enumerate(requests):
             assert len(context) and len(continuation), "neither part may be empty"
-            whole = np.concatenate((np.asarray(context), np.asarray(continuation))).astype(np.int64)
-            if self.context is not None and len(whole) > self.context + 1:
+            full = np.concatenate((np.asarray(context), np.asarray(continuation))).astype(np.int64)
+            if self.context is not None and len(full) > self.context + 1:
                 self.truncated += 1
-                whole = whole[-(self.context + 1) :]
-            inputs, count = whole[:-1], min(len(continuation), len(whole) - 1)
-            text = by_key.setdefault(inputs.astype(">u4").tobytes(), Text(inputs, []))
+                full = full[-(self.context + 1) :]
+            inputs, count = full[:-1], min(len(continuation), len(full) - 1)
+            text = by_key.setdefault(inputs.astype(">u4").tobytes(), ScoredText(inputs, []))
             first = len(inputs) - count
-            text.targets.extend((first + i, int(id), number) for i, id in enumerate(whole[-count:]))
+            text.targets.extend((first + i, int(id), number) for i, id in enumerate(full[-count:]))
         # Big-endian bytes sort like the ids.
         return [by_key[key] for key in sorted(by_key)]
 
@@ -171,7 +171,7 @@ class Scorer:
         model.chain = served
 
 
-def pack_trees(texts: Iterable[Text], budget: int) -> Iterator[Pack]:
+def pack_trees(texts: Iterable[ScoredText], budget: int) -> Iterator[Pack]:
     """Sorted texts as prefix trees of one row each. All rows have the same length, so that a GPU compiles once."""
     texts = list(texts)
     longest = max((len(text.inputs) for text in texts), default=0)
@@ -196,7 +196,7 @@ class _Tree:
         self.size, self.path, self.last = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.targets: list[np.ndarray[Any, Any]] = []
 
-    def add(self, text: Text) -> bool:
+    def add(self, text: ScoredText) -> bool:
         """False if there is no room."""
         inputs, both = text.inputs, min(len(text.inputs), len(self.last))
         differ = np.flatnonzero(inputs[:both] != self.last[:both])
@@ -221,10 +221,10 @@ class _Tree:
         return Pack(self.tokens[None], self.until[None], self.depth[None], targets_3R)
 
 
-def pack_rows(texts: Iterable[Text], budget: int, same_length: bool) -> Iterator[Pack]:
+def pack_rows(texts: Iterable[ScoredText], budget: int, same_length: bool) -> Iterator[Pack]:
     """Rows of their own, padded at the end, where no token of a causal model reads it. For layers whose mask or
     positions cannot describe a tree."""
-    rows: list[Text] = []
+    rows: list[ScoredText] = []
     for text in sorted(texts, key=lambda text: -len(text.inputs)):
         longest = len(rows[0].inputs) if rows else 0
         differs = same_length and longest != len(text.inputs)
@@ -236,7 +236,7 @@ def pack_rows(texts: Iterable[Text], budget: int, same_length: bool) -> Iterator
         yield _join_rows(rows)
 
 
-def _join_rows(rows: list[Text]) -> Pack:
+def _join_rows(rows: list[ScoredText]) -> Pack:
     T = len(rows[0].inputs)
     tokens_BT = np.zeros((len(rows), T), np.int64)
     targets = []

@@ -31,23 +31,23 @@ _ROLES = {"training_split": ("train",), "validation_split": ("validation",), "te
 
 @dataclass(frozen=True)
 class SuiteTask:
-    """`definitions` are files below lm_eval/tasks. `asked` is the split with the questions; with shots, the examples
+    """`definitions` are files below lm_eval/tasks. `split` has the questions; with shots, the examples
     are in `examples` ("": the definition holds them)."""
 
     definitions: str
     repository: str
     shots: int
-    asked: str = "test"
+    split: str = "test"
     examples: str = ""
     extra: str = ""  # of pip
 
 
 SUITE = {
     "mmlu": SuiteTask("mmlu/default/mmlu_*.yaml", "cais/mmlu", 5, examples="dev"),
-    "hellaswag": SuiteTask("hellaswag/hellaswag.yaml", "Rowan/hellaswag", 0, asked="validation"),
+    "hellaswag": SuiteTask("hellaswag/hellaswag.yaml", "Rowan/hellaswag", 0, split="validation"),
     "arc_easy": SuiteTask("arc/arc_easy.yaml", "allenai/ai2_arc", 0),
     "arc_challenge": SuiteTask("arc/arc_challenge.yaml", "allenai/ai2_arc", 0),
-    "truthfulqa": SuiteTask("truthfulqa/truthfulqa_mc[12].yaml", "truthfulqa/truthful_qa", 0, asked="validation"),
+    "truthfulqa": SuiteTask("truthfulqa/truthfulqa_mc[12].yaml", "truthfulqa/truthful_qa", 0, split="validation"),
     "gsm8k": SuiteTask("gsm8k/gsm8k.yaml", "openai/gsm8k", 5, examples="train"),
     "math": SuiteTask("minerva_math/minerva_math_*.yaml", "EleutherAI/hendrycks_math", 4, extra="lm-eval[math]"),
     "bbh": SuiteTask("bbh/cot_fewshot/[a-z]*.yaml", "SaylorTwift/bbh", 3),
@@ -72,17 +72,17 @@ def expand(names: Iterable[str]) -> list[str]:
 
 def data_folder(data: Path | None) -> Path:
     """--data, or the environment variable."""
-    if data is None and not (named := os.environ.get(DATA_VARIABLE)):
+    if not (place := data or os.environ.get(DATA_VARIABLE)):
         raise UserError(
             f"the suite's tasks need their data: --data FOLDER, or {DATA_VARIABLE}=FOLDER (docs/evaluate.md)"
         )
-    return Path(os.path.expanduser(data or named))
+    return Path(os.path.expanduser(place))
 
 
 def split_files(folder: Path, config: str | None, own_folder: bool = False) -> dict[str, list[str]]:
     """The data files of each split: in the folder of the configuration, if there is one or if it must have its own."""
     place = folder / config if config and (own_folder or (folder / config).is_dir()) else folder
-    found: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}
     for path in sorted(place.rglob("*")) if place.is_dir() else ():
         if path.suffix not in FORMATS or any(part.startswith(".") for part in path.relative_to(place).parts):
             continue
@@ -91,8 +91,8 @@ def split_files(folder: Path, config: str | None, own_folder: bool = False) -> d
         if split is None and "val" in words:
             split = "validation"
         if split is not None:
-            found.setdefault(split, []).append(str(path))
-    return found
+            files.setdefault(split, []).append(str(path))
+    return files
 
 
 def definition_files(task: SuiteTask) -> list[Path]:
@@ -118,7 +118,7 @@ def write_definitions(names: Sequence[str], data: Path, folder: Path) -> tuple[d
             if task_name is None or yaml_key(text, "group"):
                 continue
             files = split_files(place, config, len(configs) > 1 or name in _FOLDERS)
-            needed = {task.asked, *([task.examples] if task.examples else [])}
+            needed = {task.split, *([task.examples] if task.examples else [])}
             if lack := needed - files.keys():
                 lacking.append(f"{config or name}: {', '.join(sorted(lack))}")
                 continue
@@ -134,7 +134,7 @@ def write_definitions(names: Sequence[str], data: Path, folder: Path) -> tuple[d
 
 def how_to_get(name: str, place: Path) -> str:
     task = SUITE[name]
-    splits = ", ".join([task.asked, *([task.examples] if task.examples else [])])
+    splits = ", ".join([task.split, *([task.examples] if task.examples else [])])
     return (
         f"put {task.repository} (splits {splits}; .jsonl, .parquet or .csv) into {place}, for example with "
         f"`hf download {task.repository} --repo-type dataset --local-dir {place}`"
@@ -203,23 +203,23 @@ def run_code_suite(model: LanguageModel, name: str, place: Path, limit: int | No
     count = SUITE[name].shots if shots is None else shots
     examples = [row for row in rows if row.get("task_id") in (2, 3, 4)][:count] if name == "mbpp" else []
     numbered = name == "mbpp" and any(int(row["task_id"]) > 10 for row in rows)
-    asked = [row for row in rows if not numbered or 11 <= int(row["task_id"]) <= 510][:limit]
+    chosen = [row for row in rows if not numbered or 11 <= int(row["task_id"]) <= 510][:limit]
     if name == "mbpp":
         shown = "".join(f"{_mbpp_prompt(row)}{row['code']}\n[DONE]\n\n" for row in examples)
-        prompts, stops = [shown + _mbpp_prompt(row) for row in asked], ["[DONE]"]
+        prompts, stops = [shown + _mbpp_prompt(row) for row in chosen], ["[DONE]"]
     else:
-        prompts, stops = [str(row["prompt"]) for row in asked], list(STOPS)
+        prompts, stops = [str(row["prompt"]) for row in chosen], list(STOPS)
     settings = {"until": stops, "max_gen_toks": 512, "do_sample": False}
     answers = model.answer([(prompt, settings) for prompt in prompts])
-    samples = [code_sample(row, answer) for row, answer in zip(asked, answers, strict=True)]
+    samples = [code_sample(row, answer) for row, answer in zip(chosen, answers, strict=True)]
     values = [float(passed) for passed in score_code(samples)]
     logged = [
         {"doc_id": i, "doc": row, "arguments": [[prompt, settings]], "filtered_resps": [answer], "filter": "none",
          "metrics": ["pass@1"], "pass@1": value}
-        for i, (row, prompt, answer, value) in enumerate(zip(asked, prompts, answers, values, strict=True))
+        for i, (row, prompt, answer, value) in enumerate(zip(chosen, prompts, answers, values, strict=True))
     ]  # fmt: skip
     return TaskResult(
-        name, "pass@1", values, [str(row.get("task_id", i)) for i, row in enumerate(asked)], sum(values) / len(values),
+        name, "pass@1", values, [str(row.get("task_id", i)) for i, row in enumerate(chosen)], sum(values) / len(values),
         len(examples), make_hash([name, stops, len(examples)]), prompts[0], samples=logged,
     )  # fmt: skip
 

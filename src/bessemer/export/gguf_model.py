@@ -7,8 +7,9 @@ One table for all families, since native names and layouts are the same for all.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -233,6 +234,8 @@ def _rotary_factors(shape: ModelShape) -> Iterator[GgufTensor]:
         yield GgufTensor("rope_freqs.weight", (), lambda _: divisors, exact=True)
     if rope.scaling == "longrope":
         for name, values in (("long", rope.long), ("short", rope.short)):
-            yield GgufTensor(
-                f"rope_factors_{name}.weight", (), lambda _, values=values: torch.tensor(values), exact=True
-            )
+            yield GgufTensor(f"rope_factors_{name}.weight", (), partial(_as_tensor, values), exact=True)
+
+
+def _as_tensor(values: Sequence[float], _: object) -> Tensor:
+    return torch.tensor(values)

@@ -158,7 +158,7 @@ class TracedModel(nn.Module):
         plain = _PlainAttention(model.shape, attention_mask, past, position_ids)
         mask = _Positions(causal=model.shape.causal, exchange=plain)  # type: ignore[arg-type]
         x_BTW = model.embed(input_ids, mask)
-        inputs = AttentionInputs(mask, *(self._rotary(table, position_ids) for table in _tables(model)))
+        inputs = AttentionInputs(mask, *(self._rotary(table, position_ids) for table in _tables(model)))  # type: ignore[arg-type]
         caches = [_Cache(*past_key_values[i : i + 2]) for i in range(0, len(past_key_values), 2)]
         for i, block in enumerate(model.blocks):
             x_BTW = block(x_BTW, inputs, caches[i] if caches else None)

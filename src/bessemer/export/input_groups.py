@@ -74,7 +74,7 @@ def _groups(block: TransformerBlock) -> Iterator[InputGroup]:
         first = {"ffn.up": ffn.up} if ffn.gate is None else {"ffn.gate": ffn.gate, "ffn.up": ffn.up}
         if shape.parallel != "one_norm":
             yield InputGroup(first, block.ffn_norm if normed else None)
-            first: dict[str, nn.Linear] = {}
+            first = {}
     if type(attention) is Attention:
         yield InputGroup({"attention.out": attention.out}, attention.value, shape.kv_heads, shape.head_dim)
         projections = {name: getattr(attention, name) for name in ("query", "key", "value")}

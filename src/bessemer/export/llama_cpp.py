@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bessemer.errors import UserError
+from bessemer.parent import child_environment
 
 VARIABLE = "BESSEMER_LLAMA_CPP"  # libllama.so, or the folder that holds it
 # llama.cpp's numbers for the types that only its own library makes.
@@ -106,7 +107,7 @@ def quantize(source: Path, target: Path, kind: str) -> None:
 
 def _run(*arguments: str) -> None:
     # The child imports this same source, however it was installed.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = child_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-m", __name__, *arguments], capture_output=True, text=True, errors="replace", env=environment
     )

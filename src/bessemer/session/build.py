@@ -124,13 +124,14 @@ def build_job(
 def fit_memory(job: Job, plan: Plan, resumed: bool) -> int | None:
     """Fits the micro-batch to the device memory, which may change `job.plan`, and attaches the checks that depend on
     it. Returns the measured peak in bytes."""
-    if job.rollouts:
-        job.rollouts.reserve(job.engine, job.world)
+    rollouts = job.rollouts if isinstance(job.rollouts, RolloutMaker) else None
+    if rollouts:
+        rollouts.reserve(job.engine, job.world)
     with use_tf32(job.plan.precision):
         job.recorder.view.activity("measuring the memory of a step")
         peak_bytes = fit(job, plan, resumed=resumed)
-    if job.rollouts and peak_bytes is not None:
-        job.rollouts.sampler.generator.make_room(peak_bytes, job.engine.device)
+    if rollouts and peak_bytes is not None:
+        rollouts.sampler.generator.make_room(peak_bytes, job.engine.device)
     check_static_graph(job.spec, job.world.layout, job.plan)
     model, guard = job.engine.model, job.spec.guard
     if job.world.size > 1:

@@ -38,13 +38,13 @@ class RunTasks:
         self.evaluations = 0
         self.format, self.template = prompt_format(folder, tokenizer), run_template(folder, tokenizer)
 
-    def score(self, job: Job, done: int) -> dict[str, Any]:
+    def score(self, job: Job, step: int) -> dict[str, Any]:
         """Scores, and writes them, the logged questions and the samples into the run's folder."""
-        due = self.evaluations % self.spec.tasks_every == 0 or done >= job.plan.total_steps
+        due = self.evaluations % self.spec.tasks_every == 0 or step >= job.plan.total_steps
         self.evaluations += 1
 
-        def report(what: str, count: int = 0, total: int = 0) -> None:
-            job.recorder.view.activity(f"{what} after step {done:,}", count, total)
+        def report(what: str, done: int = 0, total: int = 0) -> None:
+            job.recorder.view.activity(f"{what} after step {step:,}", done, total)
             job.check_interrupt()
 
         world, result = job.world, Evaluation("", [])
@@ -54,23 +54,23 @@ class RunTasks:
             model = LanguageModel(loaded, self.settings.chat, report, share=share)
             if self.tasks is not None and due:
                 result = run_tasks(model, self.settings, self.tasks)
-                result.model = f"{job.spec.name} step {done}"
+                result.model = f"{job.spec.name} step {step}"
             plain = LanguageModel(loaded, False, report, share=share) if self.settings.chat else model
             limits = {"max_gen_toks": self.spec.sample_tokens}
             texts = plain.answer([(prompt, limits) for prompt in self.spec.samples])
         if world.main:
-            self._write(result, texts, done)
+            self._write(result, texts, step)
         if texts:
-            job.recorder.event("samples", step=done, prompt=self.spec.samples[0], text=texts[0])
+            job.recorder.event("samples", step=step, prompt=self.spec.samples[0], text=texts[0])
         return _summary(result)
 
-    def _write(self, result: Evaluation, texts: list[str], done: int) -> None:
+    def _write(self, result: Evaluation, texts: list[str], step: int) -> None:
         if result.results:
-            result.write(self.folder / EVALUATIONS / f"step-{done:08d}")
+            result.write(self.folder / EVALUATIONS / f"step-{step:08d}")
         if texts:
             pairs = zip(self.spec.samples, texts, strict=True)
-            lines = [json.dumps({"step": done, "prompt": a, "text": b}, ensure_ascii=False) for a, b in pairs]
-            write_atomic(self.folder / SAMPLES / f"prompts-{done:08d}.jsonl", "\n".join(lines) + "\n", parents=True)
+            lines = [json.dumps({"step": step, "prompt": a, "text": b}, ensure_ascii=False) for a, b in pairs]
+            write_atomic(self.folder / SAMPLES / f"prompts-{step:08d}.jsonl", "\n".join(lines) + "\n", parents=True)
 
 
 def _summary(result: Evaluation) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_logits_are_those_of_peft(pair, tmp_path):
 
 def test_what_cannot_be_merged_is_refused(pair, tmp_path):
     cases = {
-        "dora": ({"use_dora": True}, "describes .*magnitude"), "prefix": ({"peft_type": "PREFIX_TUNING"}, "only LORA"),
+        "dora": ({"use_dora": True}, "describes .*magnitude"), "loha": ({"peft_type": "LOHA"}, "only LORA"),
         "bias": ({"bias": "all"}, "without trained biases"),
         "moved": ({"base_model_name_or_path": "org/model"}, "'org/model' is no folder"),
     }  # fmt: skip

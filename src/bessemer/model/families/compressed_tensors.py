@@ -133,7 +133,9 @@ class CompressedFolder(HfFolder):
                 f"{self.path}: compressed-tensors as {what} cannot be read here: this reads symmetric int4, int8 and "
                 "fp8 with scales by group or output; use the model's bf16 weights"
             )
-        return WeightFormat("fp8" if kind == "float" else f"int{bits}", int(bits), int(weights.get("group_size") or 0))
+        return WeightFormat(
+            "fp8" if kind == "float" else f"int{bits}", int(bits or 0), int(weights.get("group_size") or 0)
+        )
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:  # type: ignore[override]

@@ -160,7 +160,12 @@ class SlotRunner:
         before = self.batch.allocated
         self.batch.allocate(positions + SPARE)
         if self.batch.allocated != before:
-            self.graphs.clear()  # they read and write the smaller caches
+            self._drop_graphs()  # they read and write the smaller caches
+
+    def _drop_graphs(self) -> None:
+        """Graphs share a pool of memory, which goes with the last of them: a capture into it would fail."""
+        self.graphs.clear()
+        self.pool = None
 
     def reserve(self) -> None:
         """Make room for slots of full length. Layers allocate at their first pass."""
@@ -308,7 +313,7 @@ class SlotRunner:
         """Values that changed in place need nothing; graphs and joined weights know only the addresses."""
         addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
         if addresses != self.addresses:
-            self.graphs.clear()
+            self._drop_graphs()
             if self.compiled is not None:
                 self.compiled.join()  # which moves them again
                 if not can_fuse(self.compiled):
