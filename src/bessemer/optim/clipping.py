@@ -4,7 +4,7 @@ exclude rejected steps and count what was clipped by its clipped value, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ class GradientClipper:
         seed: int = 0,
     ) -> None:  # fmt: skip
         self.spec, self.parameters, self.seed = spec, list(parameters), seed
-        plain = torch.linalg.vector_norm
+        plain: Callable[[Tensor], Tensor] = torch.linalg.vector_norm
         self.norms = [partial(sharded_norm, sharded[p]) if p in sharded else plain for p in parameters]
         self.firsts = [shard_place(sharded.get(p, p)).first for p in parameters]
         device = self.parameters[0].device

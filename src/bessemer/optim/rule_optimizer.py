@@ -7,7 +7,7 @@ Moments with the weight's shape stay sharded; the others (means over rows and co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -78,7 +78,8 @@ class RuleOptimizer(Optimizer):
     def _step(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         state, like = self.state[parameter], self.sharded.get(parameter)
         old = {name: tensor for name, tensor in state.items() if name != "step"}
-        weight, values, norm = parameter.detach(), old, torch.linalg.vector_norm
+        weight, values = parameter.detach(), old
+        norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm
         if like is not None and self.rule.whole:
             weight, grad = gather(weight, like), gather(grad.to(weight.dtype), like)
             values = {name: gather(t, like) if self.is_sharded(parameter, name) else t for name, t in old.items()}

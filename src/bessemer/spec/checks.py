@@ -302,13 +302,14 @@ def check_optimizer(spec: RunSpec) -> Iterator[Problem]:
     if optimizer.name == "schedule_free" and optimizer.ema is not None:
         yield ("optimizer", "ema"), "schedule_free has its own average: remove this"
     special = [key for key in ("sam", "lookahead") if getattr(optimizer, key) is not None]
+    special += ["name"] if optimizer.name == "schedule_free" else []
     usual = ("norm", False, None)
     special += [key for key in ("clipping", "centralize", "noise") if getattr(optimizer, key) not in usual]
     for key in special:
         around = {
             "memory.update: in_backward": spec.memory.update == "in_backward",
             "parallel.engine: deepspeed": spec.parallel.engine == "deepspeed",
-            "parallel.pp": spec.parallel.pp > 1,
+            "parallel.pp": spec.parallel.pp > 1 and key != "name",
             "parallel.tp": spec.parallel.tp > 1 and key in ("clipping", "centralize", "noise"),
             "parallel.replicas.divide_optimizer": spec.parallel.replicas.divide_optimizer,
         }
