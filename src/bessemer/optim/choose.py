@@ -308,9 +308,11 @@ def veto_fault(
     if path == FUSED and spec.name not in WITH_FUSED_KERNEL and not memory.lean:
         return "torch has no such kernel"
     # Default settings: with an epsilon of 1e9 a working kernel would look like one that does not move.
+    # With LARS's usual trust a bf16 weight would not move.
     defaults = OptimizerSpec(
-        name=spec.name, momentum=spec.momentum, nesterov=spec.nesterov, muon=spec.muon, arguments=spec.arguments
-    )
+        name=spec.name, momentum=spec.momentum, nesterov=spec.nesterov, muon=spec.muon, arguments=spec.arguments,
+        trust=1.0 if spec.name == "lars" else None,
+    )  # fmt: skip
     settling = RULES[spec.name].settling if spec.name in RULES else 0
     # Full vector blocks and a remainder: torch 2.13's fused SGD skips whole blocks of bf16 weights on a CPU. Our own
     # optimizers need a matrix that is large enough for 8-bit blocks and for offloading.

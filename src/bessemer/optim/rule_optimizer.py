@@ -35,6 +35,11 @@ def sharded_norm(like: Any, shard: Tensor) -> Tensor:
     return square.sqrt()
 
 
+def exact_dtype(weight: Tensor) -> Tensor:
+    """At least in fp32, as are the moments of bf16 weights."""
+    return weight if weight.dtype == torch.float64 else weight.float()
+
+
 class RuleOptimizer(Optimizer):
     """Steps every parameter by a rule. Takes the verdict as `found_inf` and the divisor as `grad_scale`, like torch's
     fused kernels; without them it always steps."""
@@ -53,7 +58,7 @@ class RuleOptimizer(Optimizer):
 
     @torch.no_grad()
     def _fresh_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        like, weight = self.sharded.get(parameter), parameter.detach()
+        like, weight = self.sharded.get(parameter), exact_dtype(parameter.detach())
         device = torch.device("cpu") if self.rule.on_host else parameter.device
         count = {"step": torch.zeros((), device=device)}
         if like is None or not self.rule.whole:
@@ -85,7 +90,7 @@ class RuleOptimizer(Optimizer):
             values = {name: gather(t, like) if self.is_sharded(parameter, name) else t for name, t in old.items()}
         elif like is not None:
             norm = partial(sharded_norm, like)
-        exact = weight if weight.dtype == torch.float64 else weight.float()
+        exact = exact_dtype(weight)
         grad = grad.to(exact.dtype)
         grad = grad if self.grad_scale is None else grad / self.grad_scale.to(exact.dtype)
         more = {name: group[name] for name in self.settings}
