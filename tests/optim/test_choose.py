@@ -34,6 +34,9 @@ def test_auto_is_fused_where_there_is_a_kernel_and_else_the_host_reads(name):
 @pytest.mark.parametrize("path", ["host read", "copy and select"])
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_the_probe_trusts_host_and_select_for_every_optimizer(name, path, dtype):
+    if (name, path) == ("soap", "copy and select"):  # an eigendecomposition of NaN raises
+        assert veto_fault(OptimizerSpec(name=name), path, CPU, dtype)
+        return
     assert veto_fault(OptimizerSpec(name=name), path, CPU, dtype) is None
 
 

@@ -29,7 +29,7 @@ def find_class(name: str) -> type[Optimizer]:
         raise UserError(f"optimizer.name: {name} needs pytorch-optimizer: pip install 'bessemer[optimizers]'") from None
     kind = getattr(package, name.removeprefix(PREFIX), None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer) and hasattr(kind, "init_group")):
-        raise UserError(f"optimizer.name: {name} is no optimizer of pytorch-optimizer {package.__version__}")
+        raise UserError(f"optimizer.name: {name} is no optimizer of pytorch-optimizer")
     return kind
 
 

@@ -203,12 +203,12 @@ class GuardedOptimizer:
     def _state_of(self, shard: nn.Parameter) -> Iterator[tuple[str, Tensor, bool]]:
         """Name, tensor and whether it is divided like the weight. An average belongs to `ScheduleFreeAverage`."""
         for optimizer in self.optimizers:
-            rule = optimizer.rule if isinstance(optimizer, RuleOptimizer) else None
+            own = optimizer if isinstance(optimizer, RuleOptimizer) else None
             for key, tensor in optimizer.state[shard].items() if shard in optimizer.state else ():
-                if rule is None:
+                if own is None:
                     yield key, tensor, bool(tensor.ndim)
-                elif key != rule.average:
-                    yield key, tensor, bool(tensor.ndim) and tensor.shape == shard.shape
+                elif key != own.rule.average:
+                    yield key, tensor, own.is_sharded(shard, key)
 
     @torch.no_grad()
     def _set_shard_gradients(self) -> None:

@@ -52,6 +52,7 @@ class RuleOptimizer(Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": 0.0, **settings})
         self.rule, self.settings, self.sharded = rule, tuple(settings), dict(sharded or {})
+        self.divided: dict[nn.Parameter, set[str]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = self._fresh_state(parameter)
@@ -62,15 +63,17 @@ class RuleOptimizer(Optimizer):
         device = torch.device("cpu") if self.rule.on_host else parameter.device
         count = {"step": torch.zeros((), device=device)}
         if like is None or not self.rule.whole:
-            return count | self.rule.state(weight)
+            state = self.rule.state(weight)
+            self.divided[parameter] = {name for name, tensor in state.items() if tensor.ndim}
+            return count | state
         state = self.rule.state(torch.zeros(like.shape, dtype=weight.dtype, device=weight.device))
-        return count | {
-            name: torch.zeros_like(weight) if tensor.shape == like.shape else tensor for name, tensor in state.items()
-        }
+        self.divided[parameter] = {name for name, tensor in state.items() if tensor.shape == like.shape}
+        return count | {n: torch.zeros_like(weight) if n in self.divided[parameter] else t for n, t in state.items()}
 
     def is_sharded(self, parameter: nn.Parameter, name: str) -> bool:
-        """Whether an entry of the state is a shard, like the weight."""
-        return self.state[parameter][name].shape == parameter.shape
+        """Whether an entry of the state is a shard, like the weight. Its shape does not tell: a shard of one row has
+        that of a mean over columns."""
+        return name in self.divided[parameter]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
