@@ -11,6 +11,7 @@ from bessemer.model.transformer import build_model
 from bessemer.optim import choose
 from bessemer.optim.choose import VETO_PATHS, make_optimizer, veto_fault
 from bessemer.optim.guarded import clip_divisor
+from bessemer.optim.rules import RULES
 from bessemer.spec.optimizer import FUSED, SETTINGS, OptimizerSpec
 from bessemer.spec.shape import ModelShape
 
@@ -33,6 +34,9 @@ def test_auto_is_fused_where_there_is_a_kernel_and_else_the_host_reads(name):
 @pytest.mark.parametrize("path", ["host read", "copy and select"])
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_the_probe_trusts_host_and_select_for_every_optimizer(name, path, dtype):
+    if (name, path) == ("soap", "copy and select"):  # an eigendecomposition of NaN raises
+        assert veto_fault(OptimizerSpec(name=name), path, CPU, dtype)
+        return
     assert veto_fault(OptimizerSpec(name=name), path, CPU, dtype) is None
 
 
@@ -133,7 +137,8 @@ def test_every_optimizer_brings_a_real_model_down(name):
     model = build_model(SHAPE, "cpu", 0)
     optimizer = make_optimizer(model.named_parameters(), OptimizerSpec(name=name))
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(0))
-    lr = {"sgd": 0.3, "adagrad": 0.02, "lion": 1e-3, "adafactor": 0.05}.get(name, 5e-3)
+    rates = {"sgd": 0.3, "adagrad": 0.02, "lion": 1e-3, "adafactor": 0.05, "lars": 2.0, "lamb": 0.02, "sm3": 0.1}
+    lr = rates.get(name, 5e-3)
     losses = []
     for step in range(25):
         logits = model.logits(model(tokens[:, :-1]))
@@ -153,7 +158,7 @@ def test_what_is_written_wins_and_the_rest_suits_the_optimizer():
     lion = OptimizerSpec(name="lion", betas=[0.95, 0.98])
     assert lion.settings() == {"betas": [0.95, 0.98], "weight_decay": 0.5}
     assert OptimizerSpec(name="sgd", weight_decay=0.0, momentum=0.0).settings()["momentum"] == 0.0
-    assert set(SETTINGS) == set(choose.KINDS)
+    assert set(SETTINGS) == {*choose.KINDS, *RULES, "muon"}
 
 
 def test_fields_that_an_optimizer_does_not_have_are_named():

@@ -10,6 +10,7 @@ from bessemer.errors import UserError
 from bessemer.model.transformer import Decoder, build_model
 from bessemer.optim.choose import add_groups_to_plan, freeze, lr_scales, optimizer_for
 from bessemer.plan.decision import Plan
+from bessemer.spec.checks import check_parameter_groups
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
 
@@ -194,3 +195,85 @@ def test_a_run_s_optimizer_makes_its_matrices_bf16():
     optimizer_for(model, spec_of(memory={"weights": "stochastic"}))
     assert {p.dtype for p in model.parameters() if p.ndim > 1} == {torch.bfloat16}
     assert {p.dtype for p in model.parameters() if p.ndim < 2} == {torch.float32}
+
+
+GROUPS = {
+    "blocks.2": {"lr_factor": 0.5, "weight_decay": 0.3},
+    "embedding": {"lr_factor": 0.25, "betas": [0.5, 0.9]},
+    "vectors": {"weight_decay": 0.05, "segments": [{"from_step": 2, "to": 0.0, "length": 4}]},
+    "matrices": {"train_from": 2, "train_until": 4},
+}
+
+
+def test_groups_are_torch_s_groups_made_by_hand():
+    """Rate, decay, betas, a factor that falls from step 2 to 6, and matrices that train in steps 2 and 3 only."""
+    model = model_of(tied=True)
+    theirs = copy.deepcopy(model)
+    optimizer = optimizer_for(model, spec_of(groups=GROUPS, weight_decay=0.1))
+    groups = []
+    for name, parameter in theirs.named_parameters():
+        group = {"params": [parameter], "betas": (0.9, 0.95), "scale": 1.0, "weight_decay": 0.1, "kind": "matrices"}
+        if name.startswith("blocks.2."):
+            group |= {"scale": 0.5, "weight_decay": 0.3, "kind": "layer"}
+        elif name.startswith("embedding."):
+            group |= {"scale": 0.25, "betas": (0.5, 0.9), "kind": "embedding"}
+        elif parameter.ndim < 2:
+            group |= {"weight_decay": 0.05, "kind": "vectors"}
+        groups.append(group)
+    reference = torch.optim.AdamW(groups, fused=True)
+    for step in range(6):
+        factor = min(1.0, 1 - (step - 2) / 4) if step >= 2 else 1.0
+        for one in (model, theirs):
+            one(torch.arange(16)[None] + step).square().mean().backward()
+        for group in reference.param_groups:
+            group["lr"] = 3e-3 * group["scale"] * (factor if group["kind"] == "vectors" else 1.0)
+            if group["kind"] == "matrices" and step not in (2, 3):
+                group["params"][0].grad = None
+        optimizer.at_step(step)
+        optimizer.drop_held_gradients()
+        held = [p for p in theirs.parameters() if p.grad is not None]
+        expected = torch.nn.utils.get_total_norm([p.grad for p in held])
+        assert float(optimizer.grad_norm()) == pytest.approx(float(expected), rel=1e-6), "of what trains"
+        optimizer.step(3e-3, ACCEPT, ONE)
+        reference.step()
+        reference.zero_grad()
+        for (key, mine), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine, other), (step, key)
+
+
+def test_held_parameters_keep_every_bit():
+    model = model_of(tied=True)
+    optimizer = optimizer_for(model, spec_of(groups={"blocks.0-1": {"train_from": 1}}))
+    before = {name: tensor.clone() for name, tensor in [*model.state_dict().items(), *optimizer.state().items()]}
+    for step in range(2):
+        model(torch.arange(16)[None]).square().mean().backward()
+        optimizer.at_step(step)
+        optimizer.drop_held_gradients()
+        optimizer.step(1e-2, ACCEPT, ONE)
+        after = {**model.state_dict(), **optimizer.state()}
+        moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+        held = {name for name in before if name.startswith(("blocks.0.", "blocks.1."))}
+        assert (held & moved == set()) == (step == 0)
+
+
+def test_a_group_that_holds_nothing_is_refused():
+    with pytest.raises(UserError, match=r"optimizer.groups: 'blocks.7' holds no parameter"):
+        optimizer_for(model_of(), spec_of(groups={"blocks.7": {"lr_factor": 0.1}}))
+    with pytest.raises(UserError, match="the narrower ones first"):
+        optimizer_for(model_of(), spec_of(groups={"*": {"lr_factor": 0.1}, "blocks.0": {"lr_factor": 0.2}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"optimizer": {"name": "sgd", "groups": {"head": {"betas": [0.9, 0.9]}}}}, "groups.head.betas"),
+        ({"optimizer": {"groups": {"head": {"train_from": 9, "train_until": 9}}}}, "groups.head.train_until"),
+        ({"optimizer": {"groups": {"head": {}}}, "memory": {"update": "in_backward"}}, "groups"),
+        ({"optimizer": {"groups": {"head": {}}}, "parallel": {"engine": "deepspeed"}}, "groups"),
+        ({"optimizer": {"groups": {"head": {"segments": [{"from_step": 9, "to": "0%"}]}}}}, "head.segments.0.length"),
+    ],
+    ids=str,
+)
+def test_groups_that_cannot_work_are_named(changes, place):
+    spec = RunSpec.model_validate({"model": "1M", "data": {"sources": {"a": "x"}}, **changes})
+    assert any(".".join(map(str, path)).endswith(place) for path, _ in check_parameter_groups(spec))

@@ -23,12 +23,11 @@ from bessemer.plan.decide import (
     decide_training,
     decide_vocab,
     decide_warmup,
-    steps_for,
-    tokens_after,
 )
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.mixtures import SourceSize, decide_mixtures
+from bessemer.plan.schedule import steps_for, tokens_after
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import PRESETS, ModelShape
 

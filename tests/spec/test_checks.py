@@ -174,6 +174,8 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"data__noise": {"mask_spans": 0.1}}, {"data.noise.mask_spans": "special: "}),
     ({"optimizer__name": "lion", "optimizer__eps": 1e-8}, {"optimizer.eps": "lion has no eps"}),
     ({"optimizer__name": "lion", "optimizer__veto": "fused"}, {"optimizer.veto": "no fused lion"}),
+    ({"schedule__kind": "exponential", "schedule__floor": 0.0}, {"schedule.floor": "never reaches 0: write floor: 1%"}),
+    ({"optimizer__sam": 0.05, "memory__update": "in_backward"}, {"optimizer.sam": "does not work with memory.update"}),
     ({"model": {"preset": "1M", "rope": {"factor": 4.0}}}, {"model.rope.factor": "has no effect without scaling"}),
     ({"model": {"preset": "1M", "rope": {**STRETCHED, "original": None}}}, {"model.rope": "yarn needs original"}),
     ({"model": {"preset": "1M", "rope": {**STRETCHED, "factor": 1.0}}}, {"model.rope": "with factor 1 has no effect"}),

@@ -12,8 +12,9 @@ from bessemer.data.stream.batches import Batch
 from bessemer.guard.judge import Judge
 from bessemer.model.transformer import build_model
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import Schedule, make_optimizer
+from bessemer.optim.choose import make_optimizer
 from bessemer.optim.low_memory import to_low_precision
+from bessemer.plan.schedule import Schedule
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.schema import RunSpec

@@ -11,8 +11,9 @@ from bessemer.guard.judge import Judge
 from bessemer.guard.ladder import Ladder
 from bessemer.guard.layer_stats import LayerStats
 from bessemer.model.transformer import build_model
-from bessemer.optim.choose import Schedule, make_optimizer
+from bessemer.optim.choose import make_optimizer
 from bessemer.plan.decide import Interval
+from bessemer.plan.schedule import Schedule
 from bessemer.run.directory import RunWriter
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec

@@ -11,8 +11,10 @@ from bessemer.guard.judge import Judge
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import build_model
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import Schedule, make_optimizer
+from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import GuardedOptimizer
+from bessemer.optim.wrappers import SharpnessAware
+from bessemer.plan.schedule import Schedule
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.train.engine import Engine
@@ -195,3 +197,47 @@ def test_bf16_follows_fp32(shape, stream):
         losses[precision] = np.array([float(attempt.losses.loss) for attempt in attempts])
     assert losses["fp32"][-1] < losses["fp32"][0]
     assert 0 < np.abs(losses["fp32"] - losses["bf16"]).max() < 0.03
+
+
+def test_sam_updates_with_the_gradient_of_the_perturbed_weights(shape, stream):
+    """AdamW with SAM, written out; then a step whose second gradient is not finite changes nothing."""
+    job, rho = job_of(shape, stream, dtype=torch.float64, clip=0.5, weight_decay=0.1), 0.05
+    job.engine.sam = SharpnessAware(job.engine.optimizer.parameters, rho)
+    model = build_model(shape, "cpu", 3).double()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+
+    def gradients(step):
+        total, _ = direct(model, stream.batch(step), cross_documents=False)
+        return torch.autograd.grad(total / (ROWS * CONTEXT), list(model.parameters()))
+
+    for step in range(4):
+        attempt = attempt_step(job, step, stream.micro_batches(step, 3))
+        first = gradients(step)
+        norm = torch.cat([g.flatten() for g in first]).norm()
+        assert attempt.scalars.read()["grad_norm"] == pytest.approx(float(norm), rel=1e-6), "the first is judged"
+        with torch.no_grad():
+            kept = [p.clone() for p in model.parameters()]
+            for parameter, gradient in zip(model.parameters(), first, strict=True):
+                parameter += rho * gradient / norm
+        for parameter, gradient, copy in zip(model.parameters(), gradients(step), kept, strict=True):
+            parameter.grad = gradient
+            parameter.data.copy_(copy)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in plain.param_groups:
+            group["lr"] = job.engine.schedule.lr(step)
+        plain.step()
+    for ours, theirs in zip(job.engine.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=2e-5)
+
+    before = [p.detach().clone() for p in job.engine.model.parameters()]
+    passes = []
+    hook = job.engine.model.norm.weight.register_hook(
+        lambda gradient: passes.append(0) or gradient * (float("inf") if len(passes) == 2 else 1.0)
+    )
+    attempt = attempt_step(job, 4, stream.micro_batches(4, ROWS))
+    hook.remove()
+    assert len(passes) == 2 and attempt.scalars.read()["guard.code"] == 0.0
+    assert all(torch.equal(a, b.detach()) for a, b in zip(before, job.engine.model.parameters(), strict=True))

@@ -19,8 +19,9 @@ from bessemer.data.stream.order import BatchPhase, MixturePhase, StepPositions, 
 from bessemer.data.stream.rows import sequence_count
 from bessemer.guard.judge import Judge
 from bessemer.model.transformer import build_model
-from bessemer.optim.choose import Schedule, make_optimizer
+from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import clip_divisor
+from bessemer.plan.schedule import Schedule
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.mixture import quantise
 from bessemer.spec.optimizer import OptimizerSpec

@@ -51,14 +51,35 @@ def check(
 
 
 @app.command()
-def show(spec: Path = SPEC, settings: list[str] = SETTINGS) -> None:
+def show(
+    spec: Path = SPEC,
+    settings: list[str] = SETTINGS,
+    plot: bool = typer.Option(False, "--plot", help="Draw the learning rate over the run instead."),
+    json: bool = typer.Option(False, "--json", help="With --plot: print the steps and rates."),
+) -> None:
     """Print a spec with every default filled in. Keys that stay `auto` are decided when the run starts.
 
-    Example: bessemer spec show my-run.yaml --set model=30M
+    Example: bessemer spec show my-run.yaml --set schedule.kind=wsd --plot
     """
     from bessemer.spec.load import dump_spec, load_spec
 
-    print(dump_spec(load_spec(spec, settings)), end="")
+    loaded = load_spec(spec, settings)
+    if not plot:
+        print(dump_spec(loaded), end="")
+        return
+    from bessemer.observe.figure import LineChart
+    from bessemer.plan.decide import sketch_run
+    from bessemer.plan.schedule import curve, run_schedule
+
+    sketch, notes = sketch_run(loaded)
+    schedule = run_schedule(loaded.schedule, sketch)
+    steps, rates = curve(schedule, max(sketch.total_steps, 1))
+    if json:
+        print_json({"steps": list(steps), "lr": rates, "notes": notes})
+        return
+    marks = {reason: float(step) for step, reason in schedule.changes().items()}
+    print(LineChart("learning rate", steps, {loaded.schedule.kind: rates}, "step", marks=marks).text())
+    print("\n".join(notes))
 
 
 @app.command()

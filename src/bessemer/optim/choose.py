@@ -5,14 +5,11 @@ Learning rate factors come from layer-wise decay and, with `init: mup`, from the
 Checkpoints identify parameters by name, so factors may change at a resume. No veto path is assumed to work: RMSprop,
 NAdam and Muon silently ignore `found_inf`, and a device may lack a fused kernel. A probe takes an accepted and a
 rejected step on one matrix before the real optimizer is built.
-
-The learning rate as a closed-form function of the step: no state to save or restore.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bessemer.dtensor import is_dtensor
 from bessemer.errors import UserError
+from bessemer.optim.clipping import GradientClipper
+from bessemer.optim.external import external_optimizer
+from bessemer.optim.groups import check_groups, parameter_groups
 from bessemer.optim.guarded import FUSED, HOST, SELECT, GuardedOptimizer, Named, OptimizerInBackward, eager
 from bessemer.optim.low_memory import LowMemoryOptimizer, ShardPlace, local_parameter, shard_place, to_low_precision
+from bessemer.optim.muon import Muon
+from bessemer.optim.rule_optimizer import RuleOptimizer, Sharded
+from bessemer.optim.rules import RULES
+from bessemer.optim.wrappers import Lookahead
 from bessemer.plan.decision import Plan
 from bessemer.spec.optimizer import FUSED as WITH_FUSED_KERNEL
-from bessemer.spec.optimizer import MemorySpec, OptimizerSpec, optimizer_bytes
+from bessemer.spec.optimizer import GroupSpec, MemorySpec, OptimizerSpec, optimizer_bytes
 from bessemer.spec.quantity import human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape
@@ -185,9 +190,6 @@ KINDS = {
     ),
     "adamax": OptimizerKind(eager(torch.optim.Adamax), ("step", "exp_avg", "exp_inf"), capturable=True),
     "lion": OptimizerKind(eager(Lion), ("exp_avg",)),
-    "adafactor": OptimizerKind(eager(torch.optim.Adafactor), ("step", "row_var", "col_var", "variance")),
-    # Moonshot's scaling gives updates the size of AdamW's, so that one learning rate fits both.
-    "muon": OptimizerKind(eager(torch.optim.Muon), ("momentum_buffer",), {"adjust_lr_fn": "match_rms_adamw"}),
 }
 
 
@@ -195,9 +197,18 @@ def optimizer_for(model: nn.Module, spec: RunSpec, stage: bool = False) -> Guard
     """The optimizer of a run, or of a pipeline stage. Freezes what the spec freezes, and converts matrices to bf16 if
     the spec says so."""
     freeze(model, spec.optimizer.freeze, stage)
+    if not stage:
+        check_groups(model.named_parameters(), spec.optimizer.groups)
     if spec.memory.kept != "fp32":
         to_low_precision(model)
-    return make_optimizer(model.named_parameters(), spec.optimizer, lr_scales(model, spec), spec.memory, spec.seed)
+    optimizer = make_optimizer(model.named_parameters(), spec.optimizer, lr_scales(model, spec), spec.memory, spec.seed)
+    if spec.optimizer.lookahead and optimizer.named:
+        optimizer.lookahead = Lookahead(optimizer.named, spec.optimizer.lookahead.every, spec.optimizer.lookahead.share)
+    if not spec.optimizer.plain_clipping and optimizer.named:
+        pairs = zip(optimizer.shards, optimizer.parameters, strict=True)
+        sharded = {shard: parameter for shard, parameter in pairs if is_dtensor(parameter)}
+        optimizer.clipper = GradientClipper(spec.optimizer, optimizer.shards, sharded, spec.seed)
+    return optimizer
 
 
 def make_optimizer(
@@ -217,81 +228,73 @@ def make_optimizer(
     named_shards = [(name, shard) for (name, _), shard in zip(trained, shards, strict=True)]
     # On a GPU too: reading one scalar costs less than copying all weights and moments (benchmarks/veto_cost.py).
     preferred = VETO_PATHS.get(spec.veto, FUSED if memory.lean or spec.name in WITH_FUSED_KERNEL else HOST)
+    sharded = {shard: p for shard, (_, p) in zip(shards, trained, strict=True) if is_dtensor(p)}
     reason = None
     for path in dict.fromkeys((preferred, HOST)):
         fault = veto_fault(spec, path, first.device, first.dtype, memory)
         if fault is None:
             kind = OptimizerInBackward if memory.update == "in_backward" else GuardedOptimizer
-            optimizers = build_optimizers(named_shards, spec, path, scales or {}, memory, seed, places)
+            optimizers = build_optimizers(named_shards, spec, path, scales or {}, memory, seed, places, sharded)
             return kind(trained, optimizers, path, reason, shards)
         reason = f"{spec.name}, {path}: {fault}; the verdict is read on the host before each step"
+    if spec.external:
+        raise UserError(f"optimizer.name: {spec.name} cannot reject a step: {fault}: choose another")
     raise RuntimeError(f"torch {torch.__version__} cannot reject steps of {spec.name} on {first.device}: {fault}")
 
 
 def build_optimizers(
     named: list[tuple[str, nn.Parameter]], spec: OptimizerSpec, path: str, scales: Mapping[str, float],
     memory: MemorySpec, seed: int = 0, places: Mapping[nn.Parameter, ShardPlace] | None = None,
+    sharded: Sharded | None = None,
 ) -> list[Optimizer]:  # fmt: skip
     """Our own optimizer, torch's, or Muon and AdamW, with initialised state. The learning rate comes with each step."""
     if memory.lean:
-        groups = parameter_groups(named, spec.settings()["weight_decay"], scales)
+        groups = parameter_groups(named, spec.settings()["weight_decay"], scales, spec.groups)
         return [LowMemoryOptimizer(groups, named, spec, memory, seed, places)]
+    if spec.external:
+        settings = {key: tuple(v) if isinstance(v, list) else v for key, v in spec.settings().items()}
+        groups = parameter_groups(named, settings.pop("weight_decay"), scales, spec.groups)
+        return [external_optimizer(spec.name, groups, settings)]
+    if spec.name in RULES:
+        settings = spec.settings()
+        groups = parameter_groups(named, settings.pop("weight_decay"), scales, spec.groups)
+        return [RuleOptimizer(groups, RULES[spec.name], settings, sharded)]
     if spec.name != "muon":
-        return [_torch_optimizer(named, spec.name, spec.settings(), path, scales)]
+        return [_torch_optimizer(named, spec.name, spec.settings(), path, scales, spec.groups)]
     hidden = [pair for pair in named if pair[1].ndim == 2 and not NOT_HIDDEN & set(pair[0].split("."))]
     others = [pair for pair in named if not any(pair[1] is p for _, p in hidden)]
-    muon = {key: value for key, value in spec.settings().items() if key not in ("betas", "eps")}
-    adamw = {key: value for key, value in spec.settings().items() if key not in ("momentum", "nesterov")}
-    parts = (hidden, "muon", muon), (others, "adamw", adamw)
-    return [_torch_optimizer(group, name, settings, path, scales) for group, name, settings in parts if group]
+    settings, made = spec.settings(), list[Optimizer]()
+    momentum, nesterov = settings.pop("momentum"), settings.pop("nesterov")
+    if hidden:
+        groups = parameter_groups(hidden, settings["weight_decay"], scales, spec.groups)
+        made.append(Muon(groups, momentum, nesterov, **spec.muon.model_dump(), sharded=sharded))
+    return [*made, *([_torch_optimizer(others, "adamw", settings, path, scales, spec.groups)] if others else ())]
 
 
 def _torch_optimizer(
-    named: list[tuple[str, nn.Parameter]], name: str, settings: dict[str, Any], path: str, scales: Mapping[str, float]
-) -> Optimizer:
+    named: list[tuple[str, nn.Parameter]], name: str, settings: dict[str, Any], path: str, scales: Mapping[str, float],
+    by_name: Mapping[str, GroupSpec],
+) -> Optimizer:  # fmt: skip
     kind, on_gpu = KINDS[name], named[0][1].device.type == "cuda"
     capturable = path == SELECT and kind.capturable and on_gpu
     mode = {"fused": True} if path == FUSED else {"capturable": True} if capturable else {}
     if "betas" in settings:
         settings = settings | {"betas": tuple(settings["betas"])}
-    groups = parameter_groups(named, settings.pop("weight_decay"), scales)
+    groups = parameter_groups(named, settings.pop("weight_decay"), scales, by_name)
     optimizer: Optimizer = kind.make(groups, lr=0.0, **settings, **kind.always, **mode)
     for _, parameter in named:
         state = optimizer.state[parameter]
         for key in kind.state:
             if key != "momentum_buffer" or settings["momentum"]:
-                value = _initial_state(key, parameter, device_counts=bool(mode))
-                if value is not None:
-                    state[key] = value
+                state[key] = _initial_state(key, parameter, device_counts=bool(mode))
     return optimizer
 
 
-def parameter_groups(
-    named: list[tuple[str, nn.Parameter]], decay: float, scales: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """One group per learning rate factor, with weight decay for matrices and without for vectors."""
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
-    for key, parameter in named:
-        groups.setdefault((parameter.ndim < 2, scales.get(key, 1.0)), []).append(parameter)
-    return [
-        {"params": groups[vectors, scale], "weight_decay": 0.0 if vectors else decay, "lr_scale": scale}
-        for vectors, scale in sorted(groups)
-    ]
-
-
-def _initial_state(key: str, parameter: nn.Parameter, device_counts: bool) -> Tensor | None:
-    """A state tensor as torch initialises it in its first step; None if this parameter has no such state."""
+def _initial_state(key: str, parameter: nn.Parameter, device_counts: bool) -> Tensor:
+    """A state tensor as torch initialises it in its first step."""
     if key in ("step", "mu_product"):
         device = parameter.device if device_counts else "cpu"
         return torch.full((), float(key == "mu_product"), dtype=torch.float32, device=device)
-    shape = list(parameter.shape)
-    if key in ("row_var", "col_var"):
-        if parameter.ndim < 2:
-            return None
-        shape[-1 if key == "row_var" else -2] = 1
-        return parameter.new_zeros(shape)
-    if key == "variance" and parameter.ndim >= 2:
-        return None
     return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
@@ -305,7 +308,12 @@ def veto_fault(
     if path == FUSED and spec.name not in WITH_FUSED_KERNEL and not memory.lean:
         return "torch has no such kernel"
     # Default settings: with an epsilon of 1e9 a working kernel would look like one that does not move.
-    defaults = OptimizerSpec(name=spec.name, momentum=spec.momentum, nesterov=spec.nesterov)
+    # With LARS's usual trust a bf16 weight would not move.
+    defaults = OptimizerSpec(
+        name=spec.name, momentum=spec.momentum, nesterov=spec.nesterov, muon=spec.muon, arguments=spec.arguments,
+        trust=1.0 if spec.name == "lars" else None,
+    )  # fmt: skip
+    settling = RULES[spec.name].settling if spec.name in RULES else 0
     # Full vector blocks and a remainder: torch 2.13's fused SGD skips whole blocks of bf16 weights on a CPU. Our own
     # optimizers need a matrix that is large enough for 8-bit blocks and for offloading.
     shape = (257, 256) if memory.lean else (9, 15)
@@ -316,39 +324,28 @@ def veto_fault(
         probe = GuardedOptimizer(
             [("probe", weight)], build_optimizers([("probe", weight)], defaults, path, {}, memory), path
         )
-        for reject in (None, 1.0, 0.0, 1.0):
+        for reject in (None, 1.0, *[0.0] * (settling + 1), 1.0):
             if reject is not None:
                 value = torch.tensor(float("nan") if reject else 1.0, device=device)
                 weight.grad = torch.ones_like(weight) * value.to(dtype)
                 probe.step(0.3, torch.tensor(reject, device=device), value)  # results that are not bf16 numbers
             snapshots.append([tensor.clone() for tensor in (weight.detach(), *probe.state().values())])
-    except (RuntimeError, AssertionError) as error:
+    except UserError:
+        raise
+    except Exception as error:
+        if not (spec.external or isinstance(error, (RuntimeError, AssertionError))):
+            raise
         return " ".join(str(error).split("\n")[:2])  # the compiler's name, then its message
-    fresh, rejected_first, accepted, rejected = snapshots
-    if not all(bool((a != b).all()) for a, b in zip(fresh, accepted, strict=True)):
+    fresh, rejected_first, *_, accepted, rejected = snapshots
+    if len({len(snapshot) for snapshot in snapshots}) > 1:
+        return "its state grows in a step, so that no checkpoint before it would fit"
+    # Sums of rows and eigenbases need not change in every element.
+    pairs = list(zip(fresh, accepted, strict=True))
+    changed = [bool((a != b).any() if settling or spec.external else (a != b).all()) for a, b in pairs]
+    changed = changed[:1] if spec.external else changed
+    if not all(changed):
         return "an accepted step did not change weights, moments or counts"
     pairs = [*zip(fresh, rejected_first, strict=True), *zip(accepted, rejected, strict=True)]
     if not all(torch.equal(a, b) for a, b in pairs):
         return "a rejected step changed weights, moments or counts"
     return None
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Linear warm-up to `peak`, then cosine or linear decay to `floor * peak`, which holds past the end."""
-
-    peak: float
-    warmup: int
-    total: int
-    kind: str = "cosine"
-    floor: float = 0.1
-
-    def lr(self, step: int) -> float:
-        """The rate of a step, counted from 0: the first one is peak / warmup, never zero."""
-        if step < self.warmup:
-            return self.peak * (step + 1) / self.warmup
-        if self.kind == "constant":
-            return self.peak
-        share = min(1.0, (step - self.warmup) / max(1, self.total - 1 - self.warmup))
-        fall = 0.5 * (1 + math.cos(math.pi * share)) if self.kind == "cosine" else 1 - share
-        return self.peak * (self.floor + (1 - self.floor) * fall)

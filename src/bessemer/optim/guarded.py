@@ -23,7 +23,12 @@ from torch.optim import Optimizer
 
 from bessemer.dtensor import is_dtensor, local, wrap_shard
 from bessemer.errors import UserError
+from bessemer.optim.clipping import GradientClipper
+from bessemer.optim.groups import factor_at, trains_at
 from bessemer.optim.low_memory import LowMemoryOptimizer
+from bessemer.optim.rule_optimizer import RuleOptimizer
+from bessemer.optim.wrappers import Lookahead
+from bessemer.spec.optimizer import OptimizerSpec
 
 
 class EagerOptimizer(Optimizer):
@@ -68,6 +73,9 @@ class GuardedOptimizer:
         self.fused = path == FUSED
         self.fallback_reason = fallback_reason
         self.accumulates = False
+        self.lookahead: Lookahead | None = None
+        self.clipper: GradientClipper | None = None
+        self.held: set[nn.Parameter] = set()  # what does not train at this step
         self.post_step_hooks: list[Callable[[Tensor], None]] = []  # called after each step with its verdict
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -96,6 +104,8 @@ class GuardedOptimizer:
         A group's learning rate is `lr` times its `lr_scale`.
         """
         self.set_lr(lr)
+        if self.lookahead:
+            self.lookahead.before_step()
         self._set_shard_gradients()
         if self.path == FUSED:
             for optimizer in self.optimizers:
@@ -107,16 +117,46 @@ class GuardedOptimizer:
         elif not bool(reject):
             self._update(divisor)
         self.discard()
+        if self.lookahead:
+            self.lookahead.after_step(reject)
         for hook in self.post_step_hooks:
             hook(reject)
 
     def prepare_backward(self, lr: float) -> None:
         """Called before the backward passes of a step; optimizers in backward prepare for their update."""
 
+    def at_step(self, step: int) -> None:
+        """Set what the groups have at a step: their factors, and which of them train."""
+        self.held = set()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["factor"] = factor_at(group, step)
+                if not trains_at(group, step):
+                    self.held |= set(group["params"])
+
+    def drop_held_gradients(self) -> None:
+        """Forget the gradients of parameters that do not train at this step: neither norm nor update sees them."""
+        if self.held:
+            for parameter, shard in zip(self.parameters, self.shards, strict=True):
+                if shard in self.held:
+                    parameter.grad = None
+
+    def clip(
+        self, norm: Tensor, limit: float, scale: Tensor | None, reject: Tensor, step: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """What to divide the gradients by, whose global norm is given without the loss scale, and the share of them
+        that is clipped, if that is not yes or no."""
+        if self.clipper is None:
+            divisor = clip_divisor(norm, limit)
+            return (divisor if scale is None else divisor * scale), None
+        self._set_shard_gradients()
+        scale = torch.ones_like(norm, dtype=torch.float32) if scale is None else scale
+        return self.clipper.clip(norm, limit, scale, reject.to(norm.device), step)
+
     def set_lr(self, lr: float) -> None:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr * group["lr_scale"]
+                group["lr"] = lr * group["lr_scale"] * group.get("factor", 1.0)
 
     def accumulate(self, several: bool) -> None:
         """Called before the passes of a step. Gradients of several micro-batches accumulate in fp32, whatever the
@@ -146,18 +186,29 @@ class GuardedOptimizer:
                 offload.synchronize()  # copies to the host may be in flight
         state = {}
         for (name, parameter), shard in zip(self.named, self.shards, strict=True):
-            for key, tensor in self._state_of(shard):
-                if is_dtensor(parameter) and tensor.ndim:
+            for key, tensor, divided in self._state_of(shard):
+                if is_dtensor(parameter) and divided:
                     block = shard.numel() // tensor.numel() if tensor.numel() else 1  # weights that share a number
                     shape = None if tensor.shape == shard.shape else (parameter.numel() // block,)
                     tensor = wrap_shard(tensor, parameter, shape)
                 state[f"{name}.{key}"] = tensor
+        if self.clipper:
+            state |= {f"clipping.{key}": tensor for key, tensor in self.clipper.state().items()}
+        if self.lookahead:
+            pairs = zip(self.lookahead.state().items(), self.parameters, strict=True)
+            state |= {key: wrap_shard(slow, p) if is_dtensor(p) else slow for (key, slow), p in pairs}
+            state["lookahead.count"] = self.lookahead.count
         return state
 
-    def _state_of(self, shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    def _state_of(self, shard: nn.Parameter) -> Iterator[tuple[str, Tensor, bool]]:
+        """Name, tensor and whether it is divided like the weight. An average belongs to `ScheduleFreeAverage`."""
         for optimizer in self.optimizers:
-            if shard in optimizer.state:
-                yield from optimizer.state[shard].items()
+            own = optimizer if isinstance(optimizer, RuleOptimizer) else None
+            for key, tensor in optimizer.state[shard].items() if shard in optimizer.state else ():
+                if own is None:
+                    yield key, tensor, bool(tensor.ndim)
+                elif key != own.rule.average:
+                    yield key, tensor, own.is_sharded(shard, key)
 
     @torch.no_grad()
     def _set_shard_gradients(self) -> None:
@@ -197,7 +248,7 @@ class GuardedOptimizer:
     def _step_and_select(self, reject: Tensor, divisor: Tensor) -> None:
         # The copies exist only during the step, when activations are freed: the peak grows by less than their size.
         live = [shard.detach() for shard in self.shards]
-        live += [tensor for shard in self.shards for _, tensor in self._state_of(shard)]
+        live += [t for o in self.optimizers for state in o.state.values() for t in state.values()]
         copies = [tensor.clone() for tensor in live]
         self._update(divisor)
         # Step counts that torch keeps on the CPU (Adagrad, Adafactor) still cost a sync here.
@@ -326,3 +377,28 @@ class Ema:
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(self.weights, originals)
+
+
+class ScheduleFreeAverage(Ema):
+    """The average that Schedule-Free keeps in its own state, for evaluation and export."""
+
+    def __init__(self, named: Named, optimizer: GuardedOptimizer) -> None:
+        super().__init__(named, 0.0)
+        states = [state for inner in optimizer.optimizers for state in map(inner.state.get, optimizer.shards) if state]
+        self.averages = [state["x"] for state in states]
+        self.moving = [state["z"] for state in states]
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        super().restart()
+        torch._foreach_copy_(self.moving, self.weights)
+
+    def update(self, reject: Tensor) -> None:
+        """The optimizer's step has updated it."""
+
+
+def weight_average(named: Named, spec: OptimizerSpec, optimizer: GuardedOptimizer) -> Ema | None:
+    """The average of the weights that the spec asks for."""
+    if spec.name == "schedule_free":
+        return ScheduleFreeAverage(named, optimizer)
+    return Ema(named, spec.ema) if spec.ema else None

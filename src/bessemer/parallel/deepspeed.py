@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 
 from bessemer.errors import UserError
 from bessemer.model.transformer import Decoder
-from bessemer.optim.choose import KINDS, build_optimizers, freeze, lr_scales, parameter_groups
+from bessemer.optim.choose import KINDS, build_optimizers, freeze, lr_scales
+from bessemer.optim.groups import parameter_groups
 from bessemer.optim.guarded import HOST, GuardedOptimizer
 from bessemer.parallel.world import World
 from bessemer.spec.schema import DeepSpeedSpec, RunSpec

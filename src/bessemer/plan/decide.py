@@ -28,6 +28,7 @@ from bessemer.plan.recipe.fine_tuning import (
     sft_batch_rows,
 )
 from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
+from bessemer.plan.schedule import ScheduleSketch, steps_for, tokens_after
 from bessemer.plan.search.layout import ONE_PROCESS, Layout
 from bessemer.spec.mixture import Mixture
 from bessemer.spec.model import model_shape
@@ -46,6 +47,9 @@ REWARM = "Ibrahim et al. 2024: a lower peak forgets less"
 LION, LION_SHARE = "Chen et al. 2023: a third to a tenth of AdamW's", 0.2
 HALF = ("bf16", "fp8", "fp8_rowwise")
 CHINCHILLA = "Chinchilla 2022, approach 1"
+# Schedules that rise by themselves.
+WARMUP_SHARES = {"one_cycle": (0.3, "the rise of one_cycle: 30 % of the steps"),
+                 "cyclical": (0.0, "cyclical begins at the floor")}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -332,6 +336,9 @@ def decide_warmup(spec: RunSpec, total_steps: int, step_tokens: int, plan: Plan)
         if steps >= total_steps:
             raise UserError(f"schedule.warmup: {steps:,} steps are the whole run of {total_steps:,}: write 2%")
         return steps
+    if spec.schedule.kind in WARMUP_SHARES:
+        share, reason = WARMUP_SHARES[spec.schedule.kind]
+        return int(plan.add("schedule.warmup", round(share * total_steps), reason, "rule"))
     if spec.objective in ("sft", *ANSWER_OBJECTIVES):
         recipe = fine_tuning(spec, None)
         share = recipe.value.settings["warmup"]
@@ -446,21 +453,24 @@ def decide_evaluation(
     return int(plan.choose("evaluate.tokens", spec.evaluate.tokens, (wanted, reason, "rule"), "open question"))
 
 
-def tokens_after(phases: tuple[tuple[int, int], ...], steps: int) -> int:
-    """Sequences read by the first `steps` steps."""
-    total = 0
-    for i, (start, rows) in enumerate(phases):
-        end = phases[i + 1][0] if i + 1 < len(phases) else steps
-        total += max(0, min(end, steps) - start) * rows
-    return total
-
-
-def steps_for(phases: tuple[tuple[int, int], ...], sequences: int) -> int:
-    """Steps needed to read that many sequences."""
-    done = 0
-    for i, (start, rows) in enumerate(phases):
-        room = (phases[i + 1][0] - start) * rows if i + 1 < len(phases) else None
-        if room is None or done + room >= sequences:
-            return max(1, start + -(-(sequences - done) // rows))
-        done += room
-    raise AssertionError("unreachable: the last phase has no end")
+def sketch_run(spec: RunSpec) -> tuple[ScheduleSketch, list[str]]:
+    """The length, rate and warm-up of a run as far as the spec alone decides them, and what was assumed for the rest.
+    For a plot of the schedule before any data is counted."""
+    budget, context, notes = spec.budget, spec.data.context, []
+    context = context if isinstance(context, int) else 1
+    batch = budget.batch if isinstance(budget.batch, int) else None
+    rows = max(1, (batch or 1) // context)
+    changes = [(change.from_step, max(1, change.batch // context)) for change in budget.batch_changes]
+    phases = ((0, rows), *(changes if batch else ()))
+    steps = budget.steps
+    if steps is None and batch and isinstance(budget.tokens, int):
+        steps = steps_for(phases, -(-budget.tokens // context))
+    if steps is None:
+        steps = 1000
+        notes.append("steps: assumed 1,000, since the spec leaves the length or the batch to the plan")
+    peak = spec.optimizer.lr
+    if not isinstance(peak, float):
+        peak = 1.0
+        notes.append("learning rate: as a share of the peak, which the plan decides")
+    warmup = decide_warmup(spec, steps, rows * context, Plan())
+    return ScheduleSketch(peak, warmup, steps, phases, context), notes

@@ -18,9 +18,10 @@ from bessemer.errors import UserError
 from bessemer.plan.cost_model.memory import Passes, estimate_memory, rank_needs
 from bessemer.plan.cost_model.operators import constants, step_work
 from bessemer.plan.cost_model.step_time import StepSetup, padded_rows, step_time
-from bessemer.plan.decide import TrainPlan, tokens_after, with_weights
+from bessemer.plan.decide import TrainPlan, with_weights
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Cluster, Machine, ceilings_path, find_gpu, same_gpu, saved_ceilings, with_ceilings
+from bessemer.plan.schedule import tokens_after
 from bessemer.plan.search.layout import Layout
 from bessemer.spec.quantity import human_bytes, human_time
 from bessemer.spec.schema import RunSpec

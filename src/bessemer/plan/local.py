@@ -14,7 +14,7 @@ from typing import Any
 from bessemer.errors import UserError
 from bessemer.plan.adapter_choice import choose_adapter
 from bessemer.plan.cost_model.memory import reserve_memory
-from bessemer.plan.decide import TrainPlan, decide_context, decide_training, tokens_after, vocab_limit
+from bessemer.plan.decide import TrainPlan, decide_context, decide_training, vocab_limit
 from bessemer.plan.decision import Plan
 from bessemer.plan.expect import BAR, ExpectedRun, RunRecord, RunSetup, predict_run
 from bessemer.plan.hardware import Machine
@@ -22,6 +22,7 @@ from bessemer.plan.mixtures import SourceSize
 from bessemer.plan.present import WIDTH, decision_lines
 from bessemer.plan.request import DATA_SIZE, PlanRequest, log_estimate, spec_tokens
 from bessemer.plan.rollouts import log_rl
+from bessemer.plan.schedule import tokens_after
 from bessemer.plan.search.layout import ONE_PROCESS
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec

@@ -44,8 +44,9 @@ from bessemer.model.families.adapter import with_folder
 from bessemer.model.quantized import NF4, allocate_in_nf4, describe_quantized
 from bessemer.model.transformer import Decoder, TransformerBlock, build_model, init_weights, make_module
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import Schedule, add_groups_to_plan, freeze, optimizer_for
-from bessemer.optim.guarded import Ema
+from bessemer.optim.choose import add_groups_to_plan, freeze, optimizer_for
+from bessemer.optim.guarded import weight_average
+from bessemer.optim.wrappers import SharpnessAware
 from bessemer.parallel.context import RingAttention, UlyssesAttention
 from bessemer.parallel.deepspeed import initialize_deepspeed
 from bessemer.parallel.nf4 import divide_in_nf4
@@ -55,6 +56,7 @@ from bessemer.parallel.world import World
 from bessemer.plan.decide import HALF, TrainPlan, with_weights
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
+from bessemer.plan.schedule import run_schedule
 from bessemer.plan.search.layout import check_static_graph, stages_each
 from bessemer.run.directory import RunWriter
 from bessemer.session.data import Stream, build_stream, log_packing
@@ -256,9 +258,10 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
     runner = PipelineRunner(pipeline, model, objective, plan.precision, spec.parallel.sequence) if pipeline else None
     engine = Engine(
         spec, plan, device, model, objective, optimizer,
-        Schedule(plan.peak_lr, plan.warmup_steps, plan.total_steps, spec.schedule.kind, spec.schedule.floor), world,
-        Ema(named, spec.optimizer.ema) if spec.optimizer.ema else None, runner,
+        run_schedule(spec.schedule, plan), world,
+        weight_average(named, spec.optimizer, optimizer), runner,
         LossScale(spec.loss_scale, device) if plan.precision == "fp16" else None,
+        SharpnessAware(optimizer.parameters, spec.optimizer.sam) if spec.optimizer.sam else None,
     )  # fmt: skip
     rollouts: RolloutMaker | None = None
     evaluator: Evaluator | None = None

@@ -35,10 +35,11 @@ from bessemer.model.quantized import NF4
 from bessemer.model.transformer import Decoder, build_model
 from bessemer.observe.profile import ProfileFacts, as_json, as_text, read_trace, step_time
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import Schedule, optimizer_for
+from bessemer.optim.choose import optimizer_for
 from bessemer.optim.guarded import GuardedOptimizer, clip_divisor
 from bessemer.parallel.world import World
 from bessemer.plan.decide import TrainPlan
+from bessemer.plan.schedule import run_schedule
 from bessemer.run.directory import Run, RunWriter
 from bessemer.run.journal import Record, to_number
 from bessemer.session.build import adapt, further_models
@@ -254,8 +255,7 @@ def inspect_nan(folder: Path, step: int, checkpoint: str | None, device: str) ->
 
 
 def planned_lr(bench: Inspection, step: int) -> float:
-    plan, schedule = bench.plan, bench.spec.schedule
-    return Schedule(plan.peak_lr, plan.warmup_steps, plan.total_steps, schedule.kind, schedule.floor).lr(step)
+    return run_schedule(bench.spec.schedule, bench.plan).lr(step)
 
 
 def _newest_before(folder: Path, step: int) -> str:

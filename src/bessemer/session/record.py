@@ -40,6 +40,8 @@ from bessemer.train.saver import package_versions
 from bessemer.train.speed import measure_token_rate, step_seconds
 
 SPEC_FILE = "spec.yaml"
+RATE_KEYS, LENGTH_KEYS = ("schedule.", "optimizer."), ("budget.tokens", "budget.steps", "budget.epochs")
+ENDLESS = ("constant", "inverse_sqrt")  # schedules that do not depend on the length of the run
 WORTH_MEASURING_S = 10.0  # of all steps, by their matmuls: a shorter run ends before it matters
 WORTH_KEEPING_S = 10.0  # of compared steps: shorter runs depend more on the moment than on the machine
 
@@ -63,6 +65,9 @@ def record_start(
         event("lock_taken", reason=f"process {owner.pid} on {owner.host} died without releasing the lock")
     if previous.spec and (changes := differences(previous.spec.model_dump(mode="json"), spec.model_dump(mode="json"))):
         event("spec_changed", changes=changes, versions=package_versions())
+        keys = RATE_KEYS if spec.schedule.kind in ENDLESS else (*RATE_KEYS, *LENGTH_KEYS)
+        if job.start_step and any(key.startswith(keys) for key in changes):
+            job.guard.changes.setdefault(job.start_step, "the optimizer or its schedule was changed")
     event(
         "started", step=job.start_step, total_steps=job.plan.total_steps, parameters=resolved.shape.parameters,
         device=world.device.type, resumed_from=restored, versions=package_versions(), machine=machine.to_json(),

@@ -44,9 +44,11 @@ from bessemer.spec.load import load_spec, parse_yaml, validate
 from bessemer.spec.quantity import human_bytes
 from bessemer.spec.schema import RunSpec
 from bessemer.train.frozen import find_base, still_frozen
-from bessemer.train.job import Job, Progress
+from bessemer.train.job import Adjustment, Job, Progress
 from bessemer.train.saver import package_versions
 from bessemer.trial.case import NormalRange
+
+NEW_MOMENTS_STEPS, NEW_MOMENTS_STAGES = 40, 8  # 2 / (1 - beta2) steps
 
 
 @dataclass(frozen=True)
@@ -362,20 +364,45 @@ def load_checkpoint(
     saved_spec = _spec(saved, folder) or saved_spec
     if saved_spec and saved_spec.guard.window != job.spec.guard.window:  # a window of another size starts empty
         state = {name: tensor for name, tensor in state.items() if not name.startswith("guard.")}
-    had_ema = saved_spec is None or saved_spec.optimizer.ema is not None
+    had_ema = saved_spec is None or saved_spec.optimizer.averages
     if job.engine.ema and not had_ema:  # the average starts now
         state = {name: tensor for name, tensor in state.items() if not name.startswith("ema.")}
     if saved_spec and (saved_spec.precision, saved_spec.loss_scale) != ("fp16", "dynamic"):  # the scale starts now
         state = {name: tensor for name, tensor in state.items() if not name.startswith("scaling.")}
+    switched = saved_spec is not None and saved_spec.optimizer.name != job.spec.optimizer.name
+    if switched:  # other moments, even under equal names
+        state = {
+            name: t for name, t in state.items() if not name.startswith("optimizer.") or name.endswith(".remainder")
+        }
     refuse_other_data(job, read_manifest(folder), folder)
-    manifest = store.load(folder, state, optional=("guard.rows",))  # not saved by earlier versions
+    # Not saved by earlier versions, or begun now.
+    begun = [name for name in state if name.startswith(("optimizer.clipping.", "optimizer.lookahead."))]
+    slow = [name for name in state if name.startswith("optimizer.") and name.endswith(".slow")]
+    manifest = store.load(folder, state, optional=("guard.rows", *begun, *slow))
     job.engine.finish_load(state)
-    if job.engine.ema and not had_ema:
+    if job.engine.ema and (switched or not had_ema):
         job.engine.ema.restart()
     load_run_state(job, state, manifest, rewind)
+    if switched and saved_spec:
+        begin_with_new_moments(job, saved_spec.optimizer.name)
     for repair in job.recorder.run.go_back(manifest.step, saved):
         job.recorder.view.event(repair)
     return manifest
+
+
+def begin_with_new_moments(job: Job, previous: str) -> None:
+    """After the optimizer was switched: its moments know nothing, so the learning rate rises in stages while they
+    fill."""
+    each = NEW_MOMENTS_STEPS // NEW_MOMENTS_STAGES
+    for stage in range(NEW_MOMENTS_STAGES):
+        first = job.start_step + stage * each
+        job.guard.adjustments.append(Adjustment(first, first + each, (stage + 1) / (NEW_MOMENTS_STAGES + 1), 1.0))
+    job.guard.changes[job.start_step] = "the optimizer was switched"
+    job.recorder.event(
+        "optimizer_switched", step=job.start_step,
+        reason=f"{previous} -> {job.spec.optimizer.name}: new moments; the learning rate rises to the schedule's over "
+        f"{NEW_MOMENTS_STEPS} steps",
+    )  # fmt: skip
 
 
 def load_run_state(job: Job, state: dict[str, torch.Tensor], manifest: Manifest, rewind: bool = True) -> None:

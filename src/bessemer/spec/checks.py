@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Iterator
 from bessemer.spec.document import KeyPath
 from bessemer.spec.model import ModelSpec, model_shape
 from bessemer.spec.objective_checks import OBJECTIVE_CHECKS, Problem
-from bessemer.spec.optimizer import FUSED, SETTINGS, memory_problems
+from bessemer.spec.optimizer import FUSED, SETTINGS, MuonSpec, memory_problems
 from bessemer.spec.preference import ANSWER_OBJECTIVES
 from bessemer.spec.quantity import format_names
+from bessemer.spec.schedule import schedule_problems
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 from bessemer.spec.shape import preset
 from bessemer.spec.text_steps import StepSpec
@@ -299,11 +300,32 @@ def check_archive(spec: RunSpec) -> Iterator[Problem]:
 def check_optimizer(spec: RunSpec) -> Iterator[Problem]:
     optimizer = spec.optimizer
     for key in optimizer.unused():
-        keys = ", ".join(SETTINGS[optimizer.name])
+        keys = "arguments, weight_decay" if optimizer.external else ", ".join(SETTINGS[optimizer.name])
         yield ("optimizer", key), f"{optimizer.name} has no {key}: remove it (keys of {optimizer.name}: {keys})"
     if optimizer.veto == "fused" and optimizer.name not in FUSED:
         fix = f"write veto: auto (fused kernels exist for {', '.join(FUSED)})"
-        yield ("optimizer", "veto"), f"torch has no fused {optimizer.name}: {fix}"
+        yield ("optimizer", "veto"), f"there is no fused {optimizer.name}: {fix}"
+    if optimizer.name == "schedule_free" and optimizer.ema is not None:
+        yield ("optimizer", "ema"), "schedule_free has its own average: remove this"
+    special = [key for key in ("sam", "lookahead") if getattr(optimizer, key) is not None]
+    special += ["name"] if optimizer.name == "schedule_free" else []
+    usual = ("norm", False, None)
+    special += [key for key in ("clipping", "centralize", "noise") if getattr(optimizer, key) not in usual]
+    for key in special:
+        around = {
+            "memory.update: in_backward": spec.memory.update == "in_backward",
+            "parallel.engine: deepspeed": spec.parallel.engine == "deepspeed",
+            "parallel.pp": spec.parallel.pp > 1 and key != "name",
+            "parallel.tp": spec.parallel.tp > 1 and key in ("clipping", "centralize", "noise"),
+            "parallel.replicas.divide_optimizer": spec.parallel.replicas.divide_optimizer,
+        }
+        if other := next((k for k, used in around.items() if used), None):
+            yield ("optimizer", key), f"does not work with {other}: remove one of them"
+    if optimizer.arguments and not optimizer.external:
+        yield ("optimizer", "arguments"), f"{optimizer.name} takes its settings as keys: remove this"
+    yield from check_parameter_groups(spec)
+    if optimizer.name != "muon" and optimizer.muon != MuonSpec():
+        yield ("optimizer", "muon"), f"{optimizer.name} has no orthogonal updates: remove this, or write name: muon"
     settings = optimizer.settings()
     if optimizer.name == "sgd" and settings["nesterov"] and not settings["momentum"]:
         yield ("optimizer", "nesterov"), "Nesterov momentum needs momentum above 0: write momentum: 0.9"
@@ -353,6 +375,28 @@ def check_wrapped(spec: RunSpec) -> Iterator[Problem]:
         yield ("dropout",), "a wrapped model trains without dropout: remove this, or wrap"
 
 
+def check_parameter_groups(spec: RunSpec) -> Iterator[Problem]:
+    optimizer, at = spec.optimizer, ("optimizer", "groups")
+    if optimizer.groups and spec.parallel.engine == "deepspeed":
+        yield at, "DeepSpeed's flat partitions have no groups by name: write parallel.engine: torch, or remove this"
+    if optimizer.groups and spec.memory.update == "in_backward":
+        yield at, "an update in backward knows no groups: write memory.update: after, or remove this"
+    for name, group in optimizer.groups.items():
+        if group.betas is not None and ("betas" not in SETTINGS.get(optimizer.name, ()) or spec.memory.lean):
+            owner = "the low-memory step" if spec.memory.lean else optimizer.name
+            yield (*at, name, "betas"), f"{owner} has no betas by group: remove it"
+        if None not in (group.train_from, group.train_until) and group.train_from >= group.train_until:  # type: ignore[operator]
+            yield (*at, name, "train_until"), f"{group.train_until} is not after train_from: {group.train_from}"
+        for i, segment in enumerate(group.segments):
+            if segment.to is not None and not isinstance(segment.length, int):
+                yield (*at, name, "segments", i, "length"), "a group's segment needs a length in steps: write 500"
+
+
+def check_schedule(spec: RunSpec) -> Iterator[Problem]:
+    for key, message in schedule_problems(spec.schedule):
+        yield ("schedule", *key), message
+
+
 def check_memory(spec: RunSpec) -> Iterator[Problem]:
     for key, message in memory_problems(spec.optimizer, spec.memory, spec.precision):
         yield ("memory", key), message
@@ -391,8 +435,9 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_mup, ("model",)),
     (check_curriculum, ("data.curriculum", "data.padding", "data.packing")),
     (check_mask_token, ("data.noise",)),
-    (check_optimizer, ("optimizer",)),
+    (check_optimizer, ("optimizer", "memory", "parallel")),
     (check_archive, ("checkpoint",)),
+    (check_schedule, ("schedule",)),
     (check_rope_scaling, ("model", "data.context")),
     (check_wrapped, ("model", "optimizer", "dropout")),
     *OBJECTIVE_CHECKS,

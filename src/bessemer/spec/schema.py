@@ -33,12 +33,10 @@ from bessemer.spec.quantity import (
     AutoDegree,
     AutoInterval,
     AutoSequences,
-    AutoSpan,
     AutoThreads,
     BatchTokens,
     Bytes,
     Seconds,
-    Share,
     SpecSection,
     StepCount,
     check_url,
@@ -47,6 +45,7 @@ from bessemer.spec.quantity import (
 )
 from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.rl import GKD, RL_OBJECTIVES, RlSpec
+from bessemer.spec.schedule import ScheduleSpec
 from bessemer.spec.text_steps import StepSpec
 
 
@@ -115,14 +114,6 @@ class BudgetSpec(SpecSection):
     batch_changes: list[BatchChange] = setting([], "later batch sizes", [{"from_step": 1000, "batch": "512K"}])
     micro_batch: AutoSequences = setting("auto", "sequences per forward pass", 8)
     stop: StopSpec = section(StopSpec, "rules that end the run early")
-
-
-class ScheduleSpec(SpecSection):
-    """The learning-rate schedule: warm-up from zero, then decay to a floor."""
-
-    kind: Literal["cosine", "linear", "constant"] = setting("cosine", "cosine, linear or constant", "cosine")
-    warmup: AutoSpan = setting("auto", "length of the warm-up", "2%")
-    floor: Share = setting(0.1, "final learning rate as a share of the peak", "10%")
 
 
 class ObserveSpec(SpecSection):

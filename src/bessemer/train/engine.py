@@ -17,11 +17,12 @@ from bessemer.checkpoint.base import FrozenBase
 from bessemer.data.stream.batches import Batch
 from bessemer.model.moe import MixtureOfExperts, update_choice_bias
 from bessemer.model.transformer import Decoder
-from bessemer.optim.choose import Schedule
 from bessemer.optim.guarded import Ema, GuardedOptimizer
+from bessemer.optim.wrappers import SharpnessAware
 from bessemer.parallel.shard import reduce_expert_gradients, set_gradient_sync, squared_grad_norm
 from bessemer.parallel.world import World
 from bessemer.plan.decide import TrainPlan
+from bessemer.plan.schedule import Schedule
 from bessemer.spec.schema import RunSpec
 from bessemer.train.compile import compute_in
 from bessemer.train.device import synchronize
@@ -165,6 +166,7 @@ class Engine:
     ema: Ema | None = None
     pipeline: PipelineRunner | None = None
     loss_scale: LossScale | None = None  # with fp16
+    sam: SharpnessAware | None = None
     base: FrozenBase | None = None  # holds the frozen weights that checkpoints leave out
 
     def inputs(self, batches: Sequence[Batch]) -> deque[ModelInputs]:
@@ -228,6 +230,7 @@ class Engine:
         """The global gradient norm. Over several ranks also makes the result that of all of them, in one all-reduce:
         loss, metrics, and the sums of `rows` rows a rank."""
         world = self.world
+        self.optimizer.drop_held_gradients()
         if world.mesh is None:
             return self.optimizer.grad_norm()
         square = self.optimizer.square()
@@ -245,6 +248,19 @@ class Engine:
         result.loss, result.metrics_M2 = sums[0].float(), sums[2 : len(scalars)].float().view_as(result.metrics_M2)
         result.row_sums = [sums[len(scalars) :].view_as(rows_2R)]
         return sums[1].sqrt().float()
+
+    def sharpen(self, batches: Sequence[Batch], predicted: float | None, norm: Tensor) -> Tensor:
+        """SAM: replaces the gradients, of that norm, by those at the perturbed weights. Their norm; NaN if their loss
+        is not finite."""
+        assert self.sam is not None
+        scale = self.loss_scale.scale if self.loss_scale else None
+        with self.sam.perturbed(norm):
+            self.discard_gradients()  # and the expert loads of the first pass
+            inputs = self.inputs(batches)
+            count = self.token_count(inputs, predicted)
+            second = self.compute_gradients(inputs, count, scale=scale)
+            second_norm = self.reduce(second)
+        return torch.where(torch.isfinite(second.loss), second_norm, torch.full_like(second_norm, float("nan")))
 
     def update(self, lr: float, reject: Tensor, divisor: Tensor) -> None:
         """Update weights, expert biases and averages, unless `reject` is 1; no host sync where the optimizer allows."""

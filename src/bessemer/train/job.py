@@ -211,6 +211,7 @@ class Guard:
     held_out_alarm: Alarm | None = None  # of the last evaluation, if it ends the run
     last_incident_step: int = -1
     frequent_saves_until: int = 0  # step
+    changes: dict[int, str] = field(default_factory=dict)  # of this start: steps that reopen the window, with reasons
 
     def lr_scale(self, step: int) -> float:
         return self._scale(step, "lr_scale")

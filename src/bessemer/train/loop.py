@@ -62,7 +62,7 @@ class TrainLoop:
         self.job, self.total = job, plan.total_steps
         self.evaluations, self.saves = job.clock("evaluate", plan.evaluate), job.clock("save", plan.save)
         self.samples, self.snapshots = job.clock("look", plan.look), job.clock("copy", plan.copy)
-        self.changes = data_changes(job)
+        self.changes = known_changes(job)
         self.pending: StepResult | None = None
         self.validation: dict[str, Any] | None = None
         self.due = Due()
@@ -392,10 +392,11 @@ def stop_reason(job: Job, validation: dict[str, Any] | None) -> str | None:
     return None
 
 
-def data_changes(job: Job) -> dict[int, str]:
-    """Steps before which the guard's window is reopened, because the data or the batch size changes there."""
+def known_changes(job: Job) -> dict[int, str]:
+    """Steps before which the guard's window is reopened, because the rate, the data or the batch size changes there."""
     stream = job.data.stream
-    changes = {phase.from_step: "the batch size changes" for phase in stream.steps.batch_phases[1:]}
+    changes = job.engine.schedule.changes() | job.guard.changes
+    changes |= {phase.from_step: "the batch size changes" for phase in stream.steps.batch_phases[1:]}
     for phase in stream.order.phases[1:]:
         steps = range(job.plan.total_steps)
         first = bisect.bisect_right(steps, phase.start, key=lambda step: stream.steps.range(step)[1])

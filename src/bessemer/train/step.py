@@ -16,7 +16,6 @@ from bessemer.data.stream.batches import Batch
 from bessemer.guard.alarm import Alarm
 from bessemer.guard.judge import ACCEPT, REASONS
 from bessemer.guard.layer_stats import LayerSample
-from bessemer.optim.guarded import clip_divisor
 from bessemer.train.compile import compute_in
 from bessemer.train.device import ScalarTransfer
 from bessemer.train.engine import PassHooks, PassResult
@@ -79,6 +78,7 @@ def compute_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> St
     if step == job.start_step and engine.is_compiled:
         view.activity("compiling, with the first micro-batch")
     scale = engine.loss_scale.scale if engine.loss_scale else None
+    engine.optimizer.at_step(step)
     losses = engine.compute_gradients(inputs, count, scale=scale, hooks=StepHooks(job, step, tokens))
     if job.faults:
         job.faults.after_backward(job, step)
@@ -110,7 +110,6 @@ def judge_and_update(job: Job, result: StepResult, sample_layers: bool) -> None:
     result.clip, result.lr = job.clip(step), job.lr(step)
     if job.faults:
         result.lr = job.faults.lr(step, result.lr)
-    divisor = clip_divisor(norm, result.clip)
     names = engine.objective.metrics
     scalars = {"loss": losses.loss, "grad_norm": norm}
     for name, (total, count) in zip(names, losses.metrics_M2, strict=True):
@@ -130,11 +129,20 @@ def judge_and_update(job: Job, result: StepResult, sample_layers: bool) -> None:
         reject = torch.zeros((), device=device) if result.tokens else torch.ones((), device=device)
     if sample_layers:
         guard.layer_stats.record_gradients(1.0 if loss_scale is None else loss_scale.scale)
+    if engine.sam:
+        raw = norm if loss_scale is None else norm * loss_scale.scale
+        second = engine.sharpen(result.batches, job.data.stream.step_count(step), raw)
+        norm = second if loss_scale is None else second / loss_scale.scale
+        reject = torch.maximum(reject, (~norm.isfinite()).float())
+    # Before the scale is updated in place.
+    divisor, share = engine.optimizer.clip(norm, result.clip, loss_scale and loss_scale.scale, reject, step)
+    divisor = divisor.clone() if loss_scale is not None else divisor
+    if share is not None:
+        scalars["clipped_share"] = share
     if loss_scale is not None:
         scalars["loss_scale"] = loss_scale.scale
     result.scalars = ScalarTransfer(scalars)  # before the scale is updated in place
     if loss_scale is not None:
-        divisor = divisor * loss_scale.scale
         reject = torch.maximum(reject, loss_scale.update(norm))
     with job.span("optimizer"):
         engine.update(result.lr, reject, divisor)
@@ -158,6 +166,7 @@ class StepNumbers:
     code: int  # of the verdict; an fp16 overflow is accepted
     overflow: bool
     clipped: bool
+    clipped_share: float | None  # of tensors or values, with other clipping than by the global norm
     vetoed: bool  # before its update
 
     @property
@@ -179,10 +188,11 @@ def read_step(job: Job, result: StepResult) -> StepNumbers:
     overflow = loss_scale is not None and not math.isfinite(norm)
     if overflow and math.isfinite(loss):  # this is how the loss scale is found: no incident
         code = ACCEPT
-    before = job.engine.optimizer.rejects_before_update
+    before, share = job.engine.optimizer.rejects_before_update, scalars.get("clipped_share")
     return StepNumbers(
         loss, norm, metrics, loss_scale, verdict, code, overflow,
-        clipped=before and math.isfinite(norm) and norm > result.clip, vetoed=before and code != ACCEPT,
+        clipped=before and math.isfinite(norm) and (norm > result.clip if share is None else share > 0),
+        clipped_share=share, vetoed=before and code != ACCEPT,
     )  # fmt: skip
 
 
@@ -218,6 +228,8 @@ def step_record(job: Job, result: StepResult, numbers: StepNumbers) -> dict[str,
         "mfu": round(result.read * recorder.flops_per_token / step_s / recorder.peak_flops, 4),
         "step_s": round(step_s, 5), "data_wait_s": round(result.wait_s, 5), "memory_bytes": result.memory_bytes,
     }  # fmt: skip
+    if numbers.clipped_share is not None:
+        record["clipped_share"] = round(numbers.clipped_share, 5)
     if job.rollouts:
         record |= job.rollouts.numbers(result.step)
     if numbers.loss_scale is not None:

@@ -83,6 +83,7 @@ def run_pass(
 def run_step(engine: Engine, stream: BatchStream | IterableStream, step: int) -> Measurement:
     """The same for a step of the stream, of which each rank reads its own rows; without token losses."""
     world = engine.world
+    engine.optimizer.at_step(step)
     local_batches = stream.micro_batches(step, engine.plan.micro_rows, world.dp_rank, world.layout.dp)
     with _fail_all_ranks(world):
         result, norm = _pass(engine, local_batches, stream.step_count(step))

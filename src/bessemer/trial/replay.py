@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bessemer.errors import UserError
-from bessemer.optim.guarded import clip_divisor
 from bessemer.optim.low_memory import shard_place
 from bessemer.parallel.shard import local
 from bessemer.parallel.world import World
@@ -66,7 +65,12 @@ def replay_to(
             job.engine.discard_gradients()
             continue
         norm = torch.tensor(measured.grad_norm, device=job.engine.device)
-        job.engine.update(rate, accept, clip_divisor(norm, to_number(record.get("clip")) or job.spec.optimizer.clip))
+        if sam := job.engine.sam:
+            with sam.perturbed(norm):
+                norm = torch.tensor(run_step(job.engine, job.data.stream, step).grad_norm, device=job.engine.device)
+        limit = to_number(record.get("clip")) or job.spec.optimizer.clip
+        divisor, _ = job.engine.optimizer.clip(norm, limit, None, accept, step)
+        job.engine.update(rate, accept, divisor)
     return path
 
 

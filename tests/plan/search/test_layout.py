@@ -75,7 +75,6 @@ def test_degrees_that_do_not_fill_the_processes_are_refused_with_one_that_does()
     [
         ({"precision": "fp8"}, "precision: fp8: for one process"),
         ({"memory": {"update": "in_backward"}}, "memory.update"),
-        ({"optimizer": {"name": "muon"}, "parallel": {"dp_shard": 8}}, "optimizer.name: muon steps whole"),
     ],
     ids=str,
 )

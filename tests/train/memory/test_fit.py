@@ -15,9 +15,10 @@ from bessemer.guard.layer_stats import LayerStats
 from bessemer.model.moe import MixtureOfExperts
 from bessemer.model.transformer import build_model
 from bessemer.observe.view import RunView
-from bessemer.optim.choose import Schedule, make_optimizer
+from bessemer.optim.choose import make_optimizer
 from bessemer.plan.decide import Interval
 from bessemer.plan.decision import Plan
+from bessemer.plan.schedule import Schedule
 from bessemer.run.directory import RunWriter
 from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.schema import RunSpec

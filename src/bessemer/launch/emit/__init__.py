@@ -24,11 +24,12 @@ from pydantic import BaseModel
 
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.optim.choose import Schedule
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.decision import Plan
+from bessemer.plan.schedule import Schedule, run_schedule
 from bessemer.session.start import complete_spec, dry_run
 from bessemer.spec.load import dump_spec
+from bessemer.spec.schedule import ScheduleSpec
 from bessemer.spec.schema import ParallelSpec, RunSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train.device import pick_device
@@ -172,6 +173,15 @@ class KeyCoverage:
         """Something that the user must know, whether the spec sets the key or not."""
         self._notes[key] = f"{self._notes[key]}; {difference}" if key in self._notes else difference
 
+    def cover_schedule(self, schedule: ScheduleSpec) -> None:
+        """Cover warm-up, floor and kind; a kind that only Bessemer has is replaced."""
+        self.cover("schedule.warmup", "schedule.floor")
+        if schedule.kind == schedule.portable_kind:
+            self.cover("schedule.kind")
+        else:
+            difference = f"{schedule.kind} has no counterpart in {self.framework}: {schedule.portable_kind} replaces it"
+            self.note("schedule.kind", difference)
+
     def cover_shape(self, shape: ModelShape, supported: Iterable[str]) -> None:
         """Cover the model, except for those of its properties that the framework's network does not support."""
         self.cover("model")
@@ -259,8 +269,7 @@ class RunToEmit:
 
     @property
     def schedule(self) -> Schedule:
-        schedule, plan = self.spec.schedule, self.plan
-        return Schedule(plan.peak_lr, plan.warmup_steps, plan.total_steps, schedule.kind, schedule.floor)
+        return run_schedule(self.spec.schedule, self.plan)
 
     def save_steps(self) -> int:
         """Steps between saves; a twentieth of the run where the plan counts in seconds."""

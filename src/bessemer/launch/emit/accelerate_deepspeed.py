@@ -26,13 +26,13 @@ DECOUPLED_OPTIONS = ("nadam", "radam")  # torch decouples their weight decay onl
 # Keys that Bessemer's own batches, in its own order, express.
 BATCH_KEYS = ("data", "tokenizer", "seed", "budget.tokens", "budget.steps", "budget.epochs", "budget.batch",
             "budget.micro_batch", "start_from")  # fmt: skip
-SCHEDULE_KEYS = ("schedule", "optimizer.lr", "optimizer.clip")
+SCHEDULE_KEYS = ("optimizer.lr", "optimizer.clip")
 
 
 def emit_accelerate(run: RunToEmit, keys: KeyCoverage) -> EmittedFiles:
     """accelerate.yaml, train.py, and train.json with the numbers that train.py reads."""
     cover_model(run, keys)
-    keys.cover(*BATCH_KEYS, *SCHEDULE_KEYS, "budget.batch_changes", "parallel.device", "compile")
+    keys.cover(*BATCH_KEYS, *SCHEDULE_KEYS, "schedule", "budget.batch_changes", "parallel.device", "compile")
     keys.cover("parallel.dp_replicate", "parallel.dp_shard", "checkpoint.every", "checkpoint.keep_last")
     settings = {
         "optimizer": torch_optimizer(run, keys),
@@ -146,6 +146,7 @@ def emit_deepspeed(run: RunToEmit, keys: KeyCoverage) -> EmittedFiles:
     cover_model(run, keys)
     keys.cover(*BATCH_KEYS, *SCHEDULE_KEYS, "parallel.device", "parallel.dp_replicate", "parallel.dp_shard")
     keys.cover("checkpoint.every")
+    keys.cover_schedule(run.spec.schedule)
     if len(run.plan.batch_rows) > 1:
         keys.note("budget.batch_changes", "train_batch_size is one number: the batch keeps its first size")
     settings = {
@@ -222,12 +223,12 @@ def _scheduler(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:
     # One less: DeepSpeed counts updates from one, and our last update has the lowest rate.
     total, warmup = max(2, plan.total_steps - 1), max(2, plan.warmup_steps)
     keys.note("schedule.warmup", f"{plan.warmup_steps} steps: DeepSpeed starts at rate 0 and lags two updates")
-    if schedule.kind == "cosine":
+    if schedule.portable_kind == "cosine":
         ratios = {"warmup_min_ratio": 0.0, "cos_min_ratio": schedule.floor}
         params: dict[str, Any] = {"total_num_steps": total, "warmup_num_steps": warmup, **ratios}
         return {"type": "WarmupCosineLR", "params": {**params, "warmup_type": "linear"}}
     rates = {"warmup_min_lr": 0.0, "warmup_max_lr": plan.peak_lr, "warmup_num_steps": warmup, "warmup_type": "linear"}
-    if schedule.kind == "constant":
+    if schedule.portable_kind == "constant":
         return {"type": "WarmupLR", "params": rates}
     if schedule.floor:
         keys.note("schedule.floor", f"{schedule.floor:g}: WarmupDecayLR falls to zero")

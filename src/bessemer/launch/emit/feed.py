@@ -30,8 +30,8 @@ from bessemer.errors import UserError
 from bessemer.export.hf import open_native, to_hf
 from bessemer.model.attention_mask import AttentionMask
 from bessemer.model.transformer import build_model
-from bessemer.optim.choose import Schedule
 from bessemer.plan.decide import TrainPlan
+from bessemer.plan.schedule import run_schedule
 from bessemer.session.data import build_stream, make_rows
 from bessemer.session.start import load_source, open_source
 from bessemer.spec.load import load_spec
@@ -64,8 +64,7 @@ class EmittedRun:
     stream: BatchStream
 
     def lr(self, step: int) -> float:
-        schedule, plan = self.spec.schedule, self.plan
-        return Schedule(plan.peak_lr, plan.warmup_steps, plan.total_steps, schedule.kind, schedule.floor).lr(step)
+        return run_schedule(self.spec.schedule, self.plan).lr(step)
 
     def count(self, step: int) -> float:
         """The divisor of the step's losses, summed over all ranks."""

@@ -174,7 +174,8 @@ def _batches(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
 
 def _optimizer(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
     optimizer, plan, settings = run.spec.optimizer, run.plan, run.spec.optimizer.settings()
-    keys.cover("schedule", "optimizer.lr", "optimizer.clip", "optimizer.weight_decay")
+    keys.cover_schedule(run.spec.schedule)
+    keys.cover("optimizer.lr", "optimizer.clip", "optimizer.weight_decay")
     yield "--optimizer", "sgd" if optimizer.name == "sgd" else "adam", "adam is AdamW there"
     if optimizer.name in ("adamw", "adam", "sgd"):
         names = ["momentum"] if optimizer.name == "sgd" else ["betas", "eps"]
@@ -193,7 +194,7 @@ def _optimizer(run: RunToEmit, keys: KeyCoverage) -> Iterator[Argument]:
     yield "--weight-decay", settings.get("weight_decay", 0.0), "optimizer.weight_decay"
     yield "--clip-grad", optimizer.clip, "optimizer.clip"
     yield "--lr", plan.peak_lr, "optimizer.lr"
-    yield "--lr-decay-style", run.spec.schedule.kind, "schedule.kind"
+    yield "--lr-decay-style", run.spec.schedule.portable_kind, "schedule.kind"
     yield "--min-lr", run.spec.schedule.floor * plan.peak_lr, "schedule.floor"
     yield "--lr-warmup-iters", plan.warmup_steps, "schedule.warmup"
     yield "--lr-warmup-init", plan.peak_lr / max(1, plan.warmup_steps), "so that the first update does something"

@@ -66,6 +66,7 @@ def _config(run: RunToEmit, keys: KeyCoverage) -> dict[str, dict[str, Any]]:
     keys.cover(
         *BATCH_KEYS, *SCHEDULE_KEYS, "compile", "checkpoint.every", "checkpoint.keep_last", "checkpoint.asynchronous"
     )
+    keys.cover_schedule(spec.schedule)
     if len(plan.batch_rows) > 1:
         keys.note("budget.batch_changes", "global_batch_size is one number: the batch keeps its first size")
     folder = run.folder.absolute()
@@ -98,11 +99,12 @@ def _config(run: RunToEmit, keys: KeyCoverage) -> dict[str, dict[str, Any]]:
 
 def _schedule(run: RunToEmit) -> dict[str, Any]:
     warmup, schedule = run.plan.warmup_steps, run.spec.schedule
-    if schedule.kind == "constant":
+    kind = schedule.portable_kind
+    if kind == "constant":
         return {"warmup_steps": warmup, "decay_ratio": 0.0}
     # One step less: Bessemer's last update has the lowest rate, torchtitan's would come after it.
     total = max(warmup + 1, run.plan.total_steps - 1)
-    return {"warmup_steps": warmup, "total_steps": total, "decay_type": schedule.kind, "min_lr_factor": schedule.floor}
+    return {"warmup_steps": warmup, "total_steps": total, "decay_type": kind, "min_lr_factor": schedule.floor}
 
 
 def _optimizer(run: RunToEmit, keys: KeyCoverage) -> dict[str, Any]:

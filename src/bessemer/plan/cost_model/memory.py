@@ -19,7 +19,7 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import Layout
 from bessemer.spec.adapter import matrix_sides
-from bessemer.spec.optimizer import ParameterBytes, optimizer_bytes
+from bessemer.spec.optimizer import SOAP_LARGEST, ParameterBytes, optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape, parameter_counts
@@ -98,6 +98,8 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, passes: Passes) -> MemoryN
     moments = each.moments * parameters
     if spec.optimizer.name == "muon":  # the embeddings use AdamW, with two moments
         moments += each.moments * embedding * (1 if shape.tied else 2)
+    if spec.optimizer.name == "soap":  # every process holds the bases
+        moments += soap_bytes(shape) * passes.shards
     gradients = int(each.accumulated(passes.several) * parameters) // passes.shards
     constant = {
         "weights": int(each.held * parameters) // passes.shards, "moments": int(moments) // passes.shards,
@@ -416,3 +418,13 @@ def _stage_needs(
         **{key: int(value) for key, value in sums.items()},
         fragments=int(FRAGMENTS * sum(sums.values())), outside=CONTEXT + CHANNEL * groups, stage=stage,
     )  # fmt: skip
+
+
+def soap_bytes(shape: ModelShape) -> int:
+    """SOAP's covariances and eigenbases of the dense matrices of each layer, and of the embedding's narrow side."""
+    heads, kv = shape.attention_width, shape.kv_heads * shape.head_dim
+    sides = [(shape.width, heads), (shape.width, kv), (shape.width, kv), (heads, shape.width)]
+    sides += [(shape.width, shape.ffn)] * (3 if shape.gated else 2)
+    per_layer = sum(side**2 for pair in sides for side in pair if side <= SOAP_LARGEST)
+    embeddings = (1 if shape.tied else 2) * shape.width**2
+    return 8 * ((shape.layers + shape.decoder_layers) * per_layer + embeddings)

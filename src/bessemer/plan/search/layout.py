@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from bessemer.plan.decide import TrainPlan
 
 REPLICATE, SHARD = "parallel.dp_replicate", "parallel.dp_shard"
-# Optimizers whose update of a shard equals the shard of their update.
-ELEMENTWISE = ("adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "lion")
 REPLICATED_SHARE = 0.25  # of a device's memory that weights, gradients and moments may take before they are sharded
 DEEPSPEED_KEY = "parallel.deepspeed"
 SHARDABLE = ("adamw", "adam", "sgd", "lion")  # their update of a flat shard is the shard of their update
@@ -135,7 +133,6 @@ def check_layout(spec: RunSpec, shape: ModelShape, layout: Layout, context: int,
 
 def _check_settings(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:
     """Refuse settings that several processes, or sharded weights, do not support."""
-    name = spec.optimizer.name
     sharded = layout.held > 1 or spec.parallel.shard.alone
     single_process = {
         "model: another library's modules are not divided": bool(shape.wrapped),
@@ -145,7 +142,7 @@ def _check_settings(spec: RunSpec, shape: ModelShape, layout: Layout) -> None:
     }
     unsharded = {
         f"memory.weights: {spec.memory.kept} keeps vectors in fp32 beside matrices in bf16": spec.memory.kept != "fp32",
-        f"optimizer.name: {name} steps whole matrices": name not in ELEMENTWISE,
+        f"optimizer.name: {spec.optimizer.name} is not ours": spec.optimizer.external,
     }
     for words, used in single_process.items():
         if used:
