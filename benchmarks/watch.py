@@ -32,6 +32,7 @@ from typing import Any
 import msgspec
 
 from bessemer.run.directory import RunWriter
+from bessemer.run.journal import last_record, last_records
 from bessemer.watch import library as library_module
 from bessemer.watch.library import WatchedRun
 
@@ -93,14 +94,15 @@ def main() -> None:
 
 def write_run(folder: Path, steps: int, numbers: int) -> Path:
     draw = random.Random(0)
-    names = [*NAMED, *(f"metric_{i}" for i in range(numbers - len(NAMED) - 2))]
+    names = [*NAMED[1:], *(f"metric_{i}" for i in range(numbers - len(NAMED) - 2))]
+    # A thousand endings of lines in turn: made-up numbers, written quickly.
+    endings = [", ".join(f'"{name}": {2 + draw.random():.5f}' for name in names) for _ in range(997)]
     with RunWriter(folder) as run:
         run.event("started", step=0, total_steps=steps)
         with run.steps_path.open("w") as file:
             for step in range(steps):
-                base = 2 + 8 * math.exp(-step / (0.1 * steps))
-                values = ", ".join(f'"{name}": {base + draw.random():.5f}' for name in names)
-                file.write(f'{{"step": {step}, "tokens": {512 * (step + 1)}, {values}}}\n')
+                loss = 2 + 8 * math.exp(-step / (0.1 * steps)) + 0.1 * draw.random()
+                file.write(f'{{"step": {step}, "tokens": {512 * step}, "loss": {loss:.5f}, {endings[step % 997]}}}\n')
         run.event("finished", step=steps, reason="the budget is spent")
     return folder / "metrics" / "steps.jsonl"
 
@@ -119,7 +121,7 @@ def timed(act: Callable[[], Any], rounds: int = ROUNDS) -> dict[str, float]:
 def measure(folder: Path, journal: Path) -> dict[str, Any]:
     run_folder, cache, results = journal.parents[1], folder / "caches" / "bessemer" / "watch", dict[str, Any]()
     names = [name for name in json.loads(journal.open().readline()) if name not in ("step", "tokens")]
-    steps = int(json.loads(journal.read_bytes()[-2000:].splitlines()[-1])["step"]) + 1
+    steps = int((last_record(journal) or {})["step"]) + 1
 
     def view(run: WatchedRun, *limits: float | None) -> bytes:
         low, high = limits or (None, None)
@@ -147,8 +149,8 @@ def measure(folder: Path, journal: Path) -> dict[str, Any]:
         view(run, low, low + draw.random() * 0.2 * steps)
 
     results["zoom_all_charts"] = timed(zoom, 20)
-    lines = journal.read_bytes().splitlines(keepends=True)[-100:]
-    with journal.open("ab") as file:
+    lines = [json.dumps(record) + "\n" for record in last_records(journal, 100)]
+    with journal.open("a") as file:
         file.writelines(lines)
     results["100_new_rows"] = timed(lambda: run.rollup("steps").refresh(), 1)
     os.truncate(journal, journal.stat().st_size - 1000 * len(lines[0]))

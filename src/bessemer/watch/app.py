@@ -164,9 +164,8 @@ class Pages:
                 sent = False
                 if run is not None:
                     pulse = await run_in_threadpool(run.pulse)
-                    key = {**pulse, "summary": {**pulse["summary"], "age_s": 0}}
-                    if key != last_pulse:
-                        last_pulse, sent = key, True
+                    if pulse != last_pulse:
+                        last_pulse, sent = pulse, True
                         yield message("run", pulse, f"{pulse['generation']}:{pulse['rows']}")
                 runs = await run_in_threadpool(self.library.list)
                 listed = [(one["name"], one["state"], one["step"]) for one in runs]

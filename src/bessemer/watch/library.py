@@ -18,19 +18,20 @@ import numpy as np
 
 from bessemer.errors import UserError
 from bessemer.observe.format import event_line
-from bessemer.run.directory import Run, RunSummary, list_runs, summarize
+from bessemer.run.directory import Run, RunSummary, summarize
 from bessemer.run.journal import Record, last_record, parse_record, to_number
 from bessemer.watch.rollup import SAMPLED_BYTES, Floats, Rollup, bin_column, bin_edges, encode
 
 Value = TypeVar("Value")
 X_AXES = ("step", "tokens", "time")
-JOURNALS = ("steps", "validation", "ranks", "layers")
+JOURNALS = ("steps", "validation", "ranks")
 MAX_BINS, MAX_NAMES = 4000, 256
 STEP_BYTES = 32 << 20  # of a journal read in one go; the lock is free in between
 NEWEST_EVENTS = 20_000
 # Events that a report follows: the next report belongs to them.
 REPORTED = ("veto", "alarm", "rollback", "trial", "exclude", "lower_lr", "stop", "reopen", "skip", "scene_saved")
 POLL_S = 1.0
+MOST_RUNS = 2000
 
 
 def cache_folder() -> Path:
@@ -40,7 +41,7 @@ def cache_folder() -> Path:
 class Shared:
     """Values that several viewers ask for within a moment are computed once."""
 
-    def __init__(self, most: int = 256) -> None:
+    def __init__(self, most: int = 64) -> None:
         self._values: dict[Any, tuple[Any, float, Any]] = {}
         self._locks: dict[Any, threading.Lock] = {}
         self._guard, self._most = threading.Lock(), most
@@ -257,15 +258,29 @@ class Library:
 
     def __init__(self, root: Path, cache: Path | None = None) -> None:
         self.root, self.cache = root.resolve(), cache or cache_folder()
-        self.shared, self._runs, self._lock = Shared(), dict[str, WatchedRun](), threading.Lock()
+        self.shared, self._runs, self._lock = Shared(MOST_RUNS), dict[str, WatchedRun](), threading.Lock()
 
     def list(self) -> list[dict[str, Any]]:
         """All runs, newest first. Runs behind links that lead out of the folder are left out."""
 
         def compute() -> list[dict[str, Any]]:
-            return [summary_json(one) for one in list_runs(self.root) if self._inside(Path(one.folder))]
+            paths = [path.parent for path in self.root.glob("*/events.jsonl") if self._inside(path)]
+            found = [summary for path in paths[:MOST_RUNS] if (summary := self._summary(path)) is not None]
+            return sorted(found, key=lambda summary: (-summary["newest"], summary["name"]))
 
         return self.shared.get("list", None, compute, 2 * POLL_S)
+
+    def _summary(self, folder: Path) -> dict[str, Any] | None:
+        """The summary of a run, computed again if its files changed, or if its process may have died."""
+        run = Run(folder)
+        try:
+            files = (run.events_path, run.steps_path, run.validation_path, folder / "owner.json")
+            states = [path.stat() for path in files if path.exists()]
+            version = tuple((state.st_size, state.st_mtime_ns) for state in states)
+            seconds = math.inf if not (folder / "owner.json").exists() else 2 * POLL_S
+            return self.shared.get(folder.name, version, lambda: summary_json(summarize(run)), seconds)
+        except OSError:  # no permission, a stale mount, or just deleted
+            return None
 
     def _inside(self, path: Path) -> bool:
         return path.resolve().is_relative_to(self.root)
@@ -332,6 +347,7 @@ def summary_json(summary: RunSummary) -> dict[str, Any]:
     """JSON has no infinity: an unknown number is null."""
     values = asdict(summary)
     del values["folder"]  # a path of this machine
+    values["newest"] = round(time.time() - values.pop("age_s"), 1)
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
     }

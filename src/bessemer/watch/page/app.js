@@ -141,9 +141,9 @@ function drawHead(pulse) {
   $("#reason").textContent = summary.reason;
   const plan = page.facts?.against_plan, ratio = (key) => (plan?.[key]?.ratio ? `${plan[key].ratio.toFixed(2)} of plan` : "");
   const tile = (label, value, note = "") => el("div", { class: "tile" }, el("span", {}, label), el("b", {}, value), note && el("small", {}, note));
-  const tiles = [tile("loss, mean of 32", summary.mean_loss === null ? "–" : summary.mean_loss.toFixed(4)), tile("validation", summary.validation_loss === null ? "–" : summary.validation_loss.toFixed(4))];
+  const tiles = [tile("loss (of 32)", summary.mean_loss === null ? "–" : summary.mean_loss.toFixed(4)), tile("validation", summary.validation_loss === null ? "–" : summary.validation_loss.toFixed(4))];
   if (last) tiles.push(tile("tokens/s", show("", last.tokens_per_s), ratio("tokens/s")), tile("MFU", show("mfu", last.mfu), ratio("MFU")), tile("memory", show("memory_bytes", last.memory_bytes), ratio("memory")),
-    tile("gradient norm", show("", last.grad_norm), last.clipped ? "clipped" : ""), tile("learning rate", show("lr", last.lr)), tile("time of a step", show("step_s", last.step_s), last.data_wait_s > 0.02 * last.step_s ? `${duration(last.data_wait_s)} for data` : ""));
+    tile("gradient norm", show("", last.grad_norm), last.clipped ? "clipped" : ""), tile("learning rate", show("lr", last.lr)), tile("time of a step", show("step_s", last.step_s), last.data_wait_s > 0.02 * last.step_s ? `waits ${duration(last.data_wait_s)}` : ""));
   $("#tiles").replaceChildren(...tiles);
   const wanted = page.control && summary.state === "running";
   if (wanted && !$("#control")) $("#control-place").replaceChildren(controlBar(state.run));

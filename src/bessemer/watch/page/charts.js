@@ -2,7 +2,7 @@
 import { colour, count, duration, el, exported, get, openDialog, openReport, others, runPath, show, state, writeState } from "./dom.js";
 
 export const MAIN = ["loss", "validation:loss", "lr", "grad_norm", "tokens_per_s", "mfu", "memory_bytes", "data_wait_s", "step_s"];
-const HIDDEN = /^(step|tokens|clipped|time|clip|rank_step_s\..*|ranks:.*|layers:.*|validation:(step|tokens|seconds))$/;
+const HIDDEN = /^(step|tokens|clipped|time|clip|rank_step_s\..*|validation:(step|tokens|seconds))$/;
 const TITLES = { "validation:loss": "validation loss", lr: "learning rate", grad_norm: "gradient norm", tokens_per_s: "tokens per second", mfu: "MFU",
   memory_bytes: "memory", data_wait_s: "wait for data", step_s: "time of a step" };
 const PLANNED = { tokens_per_s: "tokens/s", mfu: "MFU", memory_bytes: "memory" };
@@ -71,14 +71,13 @@ export class Board {
     if (!charts.length) return;
     if (!window.uPlot) return charts.forEach((chart) => chart.drawImage());
     const names = charts.map((chart) => chart.name), asked = ++this.asked, runs = [this.run, ...others()];
-    for (const chart of charts) chart.stale = false;
+    for (const chart of charts) Object.assign(chart, { stale: false, asked });
     const [low, high] = this.range ?? ["", ""];
     const bins = Math.min(2000, Math.max(200, ...charts.map((chart) => chart.plot.clientWidth)));
     const query = { names: names.join("|"), x: state.x, from: low, to: high, bins };
     try {
       const answers = await Promise.all(runs.map((run) => get(`${runPath(run)}/series`, query).catch((error) => (run === this.run ? Promise.reject(error) : null))));
-      if (asked !== this.asked && this.visible.size !== charts.length) for (const chart of charts) chart.stale = true;
-      for (const chart of charts) chart.setAnswers(runs, answers);
+      for (const chart of charts) if (chart.asked === asked) chart.setAnswers(runs, answers); // not over a newer one
       const first = answers[0];
       Object.assign(this.node.dataset, { rows: first.rows, generation: first.generation, sampled: first.sampled });
       this.onanswer?.(first);
@@ -156,7 +155,7 @@ class Chart {
     const weight = Number(state.smooth), shown = this.answers.map((answer, index) => ({ answer, index })).filter(({ answer }) => answer);
     const single = shown.length === 1, columns = [{}], tables = [];
     const drawable = (values) => (state.log ? values.map((value) => (value > 0 ? value : null)) : values);
-    this.bad = [];
+    [this.bad, this.readColumn] = [[], 1];
     for (const { answer, index } of shown) {
       const stroke = () => lineColour(index), faint = () => `${lineColour(index)}${single ? "55" : "33"}`, table = [answer.x];
       const few = answer.x.length < 40, points = { show: few, size: 4 };
@@ -167,6 +166,7 @@ class Chart {
       const mean = drawable(answer.mean), smooth = weight > 0 && !few && this.name !== "lr";
       if (smooth) { table.push(mean); columns.push({ kind: "raw", stroke: faint, width: 1, points: { show: false } }); }
       table.push(smooth ? smoothed(mean, weight) : mean);
+      if (index === shown[0].index) this.readColumn = columns.length;
       columns.push({ kind: "line", label: this.runs[index], stroke, width: 1.6, points: { ...points, stroke, fill: stroke } });
       tables.push(table);
       if (single && answer.bad) this.bad = answer.x.filter((_, i) => answer.bad[i]);
@@ -210,12 +210,11 @@ class Chart {
   showCursor(u) {
     const at = u.cursor.idx;
     if (at === null || at === undefined) return this.showLast();
-    const last = u.series.length - 1;
-    this.read.textContent = `${xText(this.data[0][at])} · ${show(this.name, this.data[last][at])}`;
+    this.read.textContent = `${xText(this.data[0][at])} · ${show(this.name, this.data[this.readColumn]?.[at])}`;
   }
 
   showLast() {
-    const values = this.data[this.data.length - 1] ?? [];
+    const values = this.data[this.readColumn] ?? [];
     let last = values.length - 1;
     while (last >= 0 && (values[last] === null || values[last] === undefined)) last--;
     this.read.textContent = last >= 0 ? show(this.name, values[last]) : "";

@@ -1,4 +1,4 @@
-// What the tabs beside the curves show: events, plan, spec, samples, checkpoints, processes and layers, other runs, control.
+// What the tabs beside the curves show: events, plan, spec, samples, checkpoints, processes, other runs, control.
 import { $, bytes, count, duration, el, exported, get, openDialog, others, post, runPath, show, state } from "./dom.js";
 import { eventTable, title } from "./charts.js";
 
@@ -63,7 +63,7 @@ export async function checkpointsPanel(run) {
   }))];
 }
 
-// A surface of rows (ranks or layers) by columns (time), each row of the same colours from low to high.
+// A surface of rows (ranks) by columns (time), coloured from the lowest to the highest value.
 function heatmap(label, names, x, rows) {
   const values = rows.flat().filter((value) => value !== null), low = Math.min(...values), high = Math.max(...values);
   if (!values.length) return null;
@@ -83,24 +83,22 @@ function heatmap(label, names, x, rows) {
   return el("section", { class: "chart wide" }, el("header", {}, el("h3", {}, title(label)), read), canvas, el("p", { class: "note" }, `${names[0]} above, ${names[names.length - 1]} below; dark ${show(label, low)}, bright ${show(label, high)}`));
 }
 
-// Columns `own_s.3` of a journal as one map a quantity: `{own_s: [[3, "own_s.3"]]}`.
-function families(names, journal) {
+// Columns `own_s.3` as one map a quantity: `{own_s: [["3", "ranks:own_s.3"]]}`.
+function families(names) {
   const found = {};
   for (const name of names) {
-    const at = journal === "ranks" ? name.lastIndexOf(".") : name.indexOf(".");
-    if (at > 0) (found[name.slice(0, at)] ??= []).push([name.slice(at + 1), `${journal}:${name}`]);
+    const at = name.lastIndexOf(".");
+    if (at > 0) (found[name.slice(0, at)] ??= []).push([name.slice(at + 1), `ranks:${name}`]);
   }
   return found;
 }
 
 export async function ranksPanel(run, facts) {
   const { names } = await get(`${runPath(run)}/names`), parts = [];
-  for (const journal of ["ranks", "layers"]) {
-    for (const [quantity, columns] of Object.entries(families(names[journal] ?? [], journal)).slice(0, 12)) {
-      const answer = await get(`${runPath(run)}/series`, { names: columns.map(([, name]) => name).join("|"), x: state.x, from: state.from, to: state.to, bins: 400 });
-      const group = answer.groups.find((one) => one.journal === journal);
-      if (group) parts.push(heatmap(quantity, columns.map(([name]) => (journal === "ranks" ? `rank ${name}` : name)), group.x, columns.map(([, name]) => group.series[name].mean)));
-    }
+  for (const [quantity, columns] of Object.entries(families(names.ranks ?? []))) {
+    const answer = await get(`${runPath(run)}/series`, { names: columns.map(([, name]) => name).join("|"), x: state.x, from: state.from, to: state.to, bins: 400 });
+    const group = answer.groups.find((one) => one.journal === "ranks");
+    if (group) parts.push(heatmap(quantity, columns.map(([name]) => `rank ${name}`), group.x, columns.map(([, name]) => group.series[name].mean)));
   }
   const last = facts.ranks;
   if (last?.own_s) {
