@@ -52,13 +52,13 @@ def test_requests_are_obeyed_and_change_no_loss(make_spec: Callable[..., RunSpec
     _, plain = train(make_spec("plain"))
     spec = make_spec("asked")
     outcome, run = train(
-        spec, at_3=("save", None), at_6=("evaluate", None), at_8=("pause", None), at_24=("rollback", 15),
-        at_30=("stop", None),
+        spec, at_3=("save", None), at_8=("pause", None), at_24=("rollback", 15), at_27=("evaluate", None),
+        at_32=("stop", None),
     )  # fmt: skip
     assert outcome.kind == "interrupted" and outcome.reason == f"{STOP} by a test"
     events = {(event["action"], event["done"]): event for event in run.events("control")}
     assert list(events) == [
-        ("save", True), ("evaluate", True), ("pause", True), ("save", False), ("resume", True), ("rollback", True),
+        ("save", True), ("pause", True), ("save", False), ("resume", True), ("rollback", True), ("evaluate", True),
         ("stop", True),
     ]  # fmt: skip
     assert all(event["who"] == "a test" and event["time"] >= event["asked"] for event in events.values())
@@ -107,3 +107,6 @@ def test_damaged_and_late_requests_are_removed_unread(tmp_path: Any) -> None:
     (folder / "9.json").write_text('{"id": "a", "action": "save", "value": null, "who": "me", "time": 5}')
     reader = RequestReader(tmp_path)
     assert reader.next() is None and not list(folder.iterdir())
+    asked = ControlRequest.make("stop", who="a test")
+    reader.put_back(asked)
+    assert reader.next() == asked and reader.next() is None

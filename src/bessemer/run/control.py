@@ -85,18 +85,26 @@ class RequestReader:
     def __init__(self, folder: Path) -> None:
         owner = read_owner(folder)
         self.folder, self._due_s = folder / FOLDER, 0.0
+        self._returned: ControlRequest | None = None
         self._since = owner.since if owner else time.time()
+
+    def put_back(self, request: ControlRequest) -> None:
+        """A request that could not be obeyed yet is the next one again."""
+        self._returned = request
 
     def next(self) -> ControlRequest | None:
         """The oldest request, which is removed; at most one look at the folder every POLL_S."""
         now = time.monotonic()
+        if request := self._returned:
+            self._returned = None
+            return request
         if now < self._due_s:
             return None
         self._due_s = now + POLL_S
-        request = next(self._waiting(), None)
-        if request is not None:
+        found = next(self._waiting(), None)
+        if found is not None:
             self._due_s = now  # there may be more
-        return request
+        return found
 
     def _waiting(self) -> Iterator[ControlRequest]:
         with contextlib.suppress(OSError):

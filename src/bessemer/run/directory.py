@@ -7,6 +7,7 @@
       metrics/ranks.jsonl            with several processes: the speed of each, every few steps
       layout.json                    with several processes: what each holds
       events.jsonl                   every decision, when it was made
+      control/                       requests to the live run, see control.py
       checkpoints/  reports/  logs/rank-N.log
 
 The state of a run is not stored: it follows from the last life-cycle event and from whether the owner is alive, so that

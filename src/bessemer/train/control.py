@@ -46,12 +46,8 @@ def answer(job: Job, request: ControlRequest, step: int, reason: str, done: bool
     )  # fmt: skip
 
 
-def obey(job: Job, due: Due, done: int) -> Due:
-    """What a request makes due after `done` steps. A rollback and a pause are left to the loop, which first records the
-    last step."""
-    request = due.request
-    if request is None:
-        return due
+def obey(job: Job, due: Due, request: ControlRequest, done: int) -> Due:
+    """What is due after `done` steps with a request. A rollback is left to the loop."""
     match request.action:
         case "save":
             answer(job, request, done, f"a checkpoint after step {done:,}")
@@ -66,6 +62,8 @@ def obey(job: Job, due: Due, done: int) -> Due:
             return replace(due, signal=due.signal or f"{STOP} by {request.who}")
         case "lr":
             scale_lr(job, request, done)
+        case "pause":
+            return replace(due, signal=due.signal or wait_for_resume(job, request, done))
         case "resume":
             answer(job, request, done, "the run was not paused", done=False)
     return due

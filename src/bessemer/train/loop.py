@@ -18,7 +18,7 @@ from bessemer.guard.alignment import ALIGNMENT_ALARMS
 from bessemer.run.control import ControlRequest
 from bessemer.run.journal import last_record
 from bessemer.train.alignment import end_alignment_run, keep_healthy_checkpoint
-from bessemer.train.control import NUMBERS, from_numbers, next_request, obey, to_numbers, wait_for_resume
+from bessemer.train.control import NUMBERS, from_numbers, next_request, obey, to_numbers
 from bessemer.train.device import memory_in_use, synchronize
 from bessemer.train.forgetting import check_watched_sources, end_forgetting_run, judge_forgetting, rises
 from bessemer.train.job import Abandoned, Incident, Job, Outcome
@@ -179,7 +179,7 @@ class TrainLoop:
             self.samples.both_due(done), self.snapshots.due(done), done == self.total or out_of_time(job, result),
             available and self.evaluations.due(done), self.saves.due(done, hurry, job.saver.interval_s(job)),
         )  # fmt: skip
-        due = self.due = obey(job, agree(job, result, local), done)
+        due = self.due = agree(job, result, local)
         evaluating = available and (due.leave or due.evaluate) and not due.signal
         boundary = due.leave or evaluating or due.save or bool(due.signal or due.request)
         if guard.watchdog:
@@ -190,14 +190,17 @@ class TrainLoop:
         synchronize(job.engine.device)  # nothing may be in flight, and the wait belongs to the step
         result.step_s += job.world.agree(time.perf_counter() - waited_s)
         self.pending = None
-        if guard.replica_check and due.save:  # no state is saved that differs between replicas
+        if guard.replica_check and (due.save or due.request):  # no state is saved that differs between replicas
             guard.replica_check.start_digest(step)
         if incident := report_step(job, result):
+            if due.request and job.recorder.requests:
+                job.recorder.requests.put_back(due.request)
             return self.stop_at(incident, done)
         if due.request and due.request.action == "rollback":
             return self.roll_back_by_request(due.request, done)
-        if due.request and due.request.action == "pause":
-            self.due = replace(due, signal=wait_for_resume(job, due.request, done))
+        if due.request:
+            due = self.due = obey(job, due, due.request, done)
+            evaluating = available and (due.leave or due.evaluate) and not due.signal
         return self.evaluate_and_save(done, evaluating)
 
     def roll_back_by_request(self, request: ControlRequest, done: int) -> Outcome:

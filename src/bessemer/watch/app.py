@@ -93,7 +93,7 @@ class Pages:
             raise HTTPException(404, "no such run") from None
 
     def overview(self) -> dict[str, Any]:
-        runs = self.library.list()
+        runs = self.library.summaries()
         return {"runs": runs, "control": self.control, "first": self.first, "version": __version__,
                 "actions": list(ACTIONS)}  # fmt: skip
 
@@ -167,7 +167,7 @@ class Pages:
                     if pulse != last_pulse:
                         last_pulse, sent = pulse, True
                         yield message("run", pulse, f"{pulse['generation']}:{pulse['rows']}")
-                runs = await run_in_threadpool(self.library.list)
+                runs = await run_in_threadpool(self.library.summaries)
                 listed = [(one["name"], one["state"], one["step"]) for one in runs]
                 if listed != last_list:
                     last_list, sent = listed, True

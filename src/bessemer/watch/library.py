@@ -260,7 +260,7 @@ class Library:
         self.root, self.cache = root.resolve(), cache or cache_folder()
         self.shared, self._runs, self._lock = Shared(MOST_RUNS), dict[str, WatchedRun](), threading.Lock()
 
-    def list(self) -> list[dict[str, Any]]:
+    def summaries(self) -> list[dict[str, Any]]:
         """All runs, newest first. Runs behind links that lead out of the folder are left out."""
 
         def compute() -> list[dict[str, Any]]:
