@@ -127,7 +127,8 @@ class Pages:
         """A chart drawn here, for a page without the chart library."""
         name, axis = request.query_params.get("name", "loss")[:200], self.axis(request)
         answer = self.run(request).series([name], axis, place(request, "from"), place(request, "to"), 400)
-        group = answer["groups"][0] if answer["groups"] else {"x": [], "series": {name: {"mean": []}}}
+        nothing: dict[str, Any] = {"x": [], "series": {name: {"mean": []}}}
+        group = answer["groups"][0] if answer["groups"] else nothing
         log = request.query_params.get("log") == "1"
         curves = {name: group["series"][name]["mean"]}
         svg = LineChart(name, group["x"], curves, axis, log_y=log).svg()

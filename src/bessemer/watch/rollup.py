@@ -167,7 +167,7 @@ def bin_column(values: Floats, edges: npt.NDArray[np.int64]) -> Bins:
     """Minimum, mean and maximum of the finite values of each bin; NaN for a bin without any. `values[0]` belongs to row
     `edges[0]`."""
     if len(edges) < 2:
-        return Bins(*(np.zeros(0) for _ in range(3)), np.zeros(0, np.int64))  # type: ignore[arg-type]
+        return Bins(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
     starts, bad = edges[:-1] - edges[0], np.isinf(values)
     finite = np.where(bad, np.nan, values)
     numbers = np.add.reduceat(~np.isnan(finite), starts, dtype=np.int64)
