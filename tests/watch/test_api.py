@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 
 from bessemer.run.directory import Run, RunWriter
 from bessemer.watch import library as library_module
-from bessemer.watch.access import MAX_BODY_BYTES, MAX_QUERY_BYTES, Access
+from bessemer.watch.access import MAX_BODY_BYTES, MAX_QUERY_BYTES, PageAccess
 from bessemer.watch.app import MODULES, Pages, make_app
 from bessemer.watch.export import export_run
 from bessemer.watch.library import Library, open_library
@@ -33,7 +33,7 @@ ORIGIN = "http://127.0.0.1"
 
 
 def client(runs: Path, token: str = "", local: bool = True, control: bool = False) -> Any:
-    app = make_app(Library(runs), Access(token, local, 8800), control)
+    app = make_app(Library(runs), PageAccess(token, local, 8800), control)
     return TestClient(app, base_url=ORIGIN, follow_redirects=False, raise_server_exceptions=False)
 
 

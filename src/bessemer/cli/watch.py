@@ -71,11 +71,11 @@ def control(
     from bessemer.run.control import ControlRequest, answer_of, write_request
     from bessemer.run.directory import Run
 
-    asked, watched = ControlRequest.make(action, value), Run.existing(run)
-    write_request(watched, asked)
-    event = answer_of(watched, asked.id, wait) if wait else None
+    request, watched = ControlRequest.make(action, value), Run.existing(run)
+    write_request(watched, request)
+    event = answer_of(watched, request.id, wait) if wait else None
     if as_json:
-        print_json(event or {"id": asked.id, "action": action, "answered": False})
+        print_json(event or {"id": request.id, "action": action, "answered": False})
     elif event:
         print(f"{event['action']}  step {event['step']:,}  {event['reason']}")
     else:

@@ -101,10 +101,10 @@ class RequestReader:
         if now < self._due_s:
             return None
         self._due_s = now + POLL_S
-        found = next(self._waiting(), None)
-        if found is not None:
+        oldest = next(self._waiting(), None)
+        if oldest is not None:
             self._due_s = now  # there may be more
-        return found
+        return oldest
 
     def _waiting(self) -> Iterator[ControlRequest]:
         with contextlib.suppress(OSError):
@@ -113,9 +113,11 @@ class RequestReader:
                 path.unlink()
                 with contextlib.suppress(ValueError, TypeError, UserError, KeyError):
                     given = json.loads(content)
-                    asked = ControlRequest.make(given["action"], given["value"], str(given["who"]) or "unknown")
+                    request = ControlRequest.make(given["action"], given["value"], str(given["who"]) or "unknown")
                     if float(given["time"]) >= self._since:
-                        yield ControlRequest(str(given["id"])[:40], asked.action, asked.value, asked.who, given["time"])
+                        yield ControlRequest(
+                            str(given["id"])[:40], request.action, request.value, request.who, given["time"]
+                        )
 
 
 def answer_of(run: Run, identifier: str, seconds: float) -> dict[str, Any] | None:

@@ -94,13 +94,13 @@ def wait_for_resume(job: Job, request: ControlRequest, done: int) -> str | None:
             job.guard.watchdog.beat(done - 1, long=True)
         time.sleep(POLL_S / 2)
         signal = next((name for name in world.gather(job.interrupt.signal) if name), None)
-        asked = world.agree(next_request(job))
-        if signal or (asked and asked.action == "stop"):
-            if asked:
-                answer(job, asked, done, f"saved and stopped after step {done:,}")
-            return signal or f"{STOP} by {asked.who if asked else 'request'}"
-        if asked and asked.action == "resume":
-            answer(job, asked, done, f"resumed after {time.monotonic() - began_s:.0f} s")
+        following = world.agree(next_request(job))
+        if signal or (following and following.action == "stop"):
+            if following:
+                answer(job, following, done, f"saved and stopped after step {done:,}")
+            return signal or f"{STOP} by {following.who if following else 'request'}"
+        if following and following.action == "resume":
+            answer(job, following, done, f"resumed after {time.monotonic() - began_s:.0f} s")
             return None
-        if asked:
-            answer(job, asked, done, "the run is paused: resume or stop it", done=False)
+        if following:
+            answer(job, following, done, "the run is paused: resume or stop it", done=False)

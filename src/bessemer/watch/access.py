@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Access:
+class PageAccess:
     """`token` is required if there is one; `local` means that the address is this machine's own."""
 
     token: str = ""
@@ -61,10 +61,10 @@ def make_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-class RequestGuard:
+class PageGuard:
     """Checks host, origin, token and size of a request, and adds the headers of safety to its answer."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: PageAccess) -> None:
         self.app, self.access, self.streams = app, access, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

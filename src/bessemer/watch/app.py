@@ -23,7 +23,7 @@ from bessemer.errors import UserError
 from bessemer.observe.figure import LineChart, svg_file
 from bessemer.run.control import ACTIONS, ControlRequest, write_request
 from bessemer.watch import facts
-from bessemer.watch.access import REPORT_POLICY, Access, RequestGuard
+from bessemer.watch.access import REPORT_POLICY, PageAccess, PageGuard
 from bessemer.watch.library import MAX_BINS, MAX_NAMES, POLL_S, X_AXES, Library, WatchedRun
 
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".txt": "text/plain"}
@@ -186,13 +186,13 @@ class Pages:
         run = await run_in_threadpool(self.run, request)
         try:
             body = json.loads(await request.body())
-            asked = ControlRequest.make(body["action"], body.get("value"), f"page, {client(request)}")
-            await run_in_threadpool(write_request, run.run, asked)
+            wanted = ControlRequest.make(body["action"], body.get("value"), f"page, {client(request)}")
+            await run_in_threadpool(write_request, run.run, wanted)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise HTTPException(400, "send {action, value}") from None
         except UserError as error:
             raise HTTPException(409, str(error)) from None
-        return Json({"id": asked.id})
+        return Json({"id": wanted.id})
 
 
 def client(request: Request) -> str:
@@ -222,7 +222,7 @@ def place(request: Request, key: str) -> float | None:
     return value
 
 
-def make_app(library: Library, access: Access, control: bool = False, first: str = "") -> ASGIApp:
+def make_app(library: Library, access: PageAccess, control: bool = False, first: str = "") -> ASGIApp:
     """The application behind its guard."""
 
     async def refuse(request: Request, error: Exception) -> Response:
@@ -236,4 +236,4 @@ def make_app(library: Library, access: Access, control: bool = False, first: str
         routes=Pages(library, control, first).routes(), exception_handlers={HTTPException: refuse, Exception: fault}
     )
     app.router.redirect_slashes = False
-    return RequestGuard(app, access)
+    return PageGuard(app, access)

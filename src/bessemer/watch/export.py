@@ -40,26 +40,29 @@ def export_run(folders: list[Path], path: Path) -> int:
 
 def answers(runs: list[WatchedRun]) -> dict[str, Any]:
     """What the page asks of the server, by address."""
-    first, found, reports = runs[0], dict[str, Any](), dict[str, str]()
+    first, by_address, reports = runs[0], dict[str, Any](), dict[str, str]()
     for watched in runs:
         run, names = watched.run, watched.names()
         at = f"runs/{quoted(run.name)}"
-        found[at], found[f"{at}/names"] = facts.describe_run(run), {"names": names, "complete": True}
+        by_address[at], by_address[f"{at}/names"] = facts.describe_run(run), {"names": names, "complete": True}
         wanted = [
             name if journal == "steps" else f"{journal}:{name}" for journal in JOURNALS for name in names[journal]
         ]
         for axis in X_AXES:
-            found[f"{at}/series?{axis}"] = watched.series(wanted, axis, None, None, BINS)
-            found[f"{at}/events?{axis}"] = watched.described_events(axis)
-        found[f"{at}/samples"], found[f"{at}/checkpoints"] = facts.newest_samples(run), facts.list_checkpoints(run)
-        for name in found[at]["reports"]:
+            by_address[f"{at}/series?{axis}"] = watched.series(wanted, axis, None, None, BINS)
+            by_address[f"{at}/events?{axis}"] = watched.described_events(axis)
+        by_address[f"{at}/samples"], by_address[f"{at}/checkpoints"] = (
+            facts.newest_samples(run),
+            facts.list_checkpoints(run),
+        )
+        for name in by_address[at]["reports"]:
             reports[f"{run.name}/{name}"] = facts.report_file(run, name) or ""
     pulses = [watched.pulse() for watched in runs]
-    found["runs"] = {"runs": [pulse["summary"] for pulse in pulses], "control": False, "first": first.run.name,
+    by_address["runs"] = {"runs": [pulse["summary"] for pulse in pulses], "control": False, "first": first.run.name,
                      "version": __version__}  # fmt: skip
     rows = facts.compare_settings([watched.run for watched in runs])
-    found["compare"] = {"runs": [watched.run.name for watched in runs], "rows": rows}
-    return {"answers": found, "reports": reports, "pulse": pulses[0]}
+    by_address["compare"] = {"runs": [watched.run.name for watched in runs], "rows": rows}
+    return {"answers": by_address, "reports": reports, "pulse": pulses[0]}
 
 
 def quoted(name: str) -> str:

@@ -58,20 +58,20 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def settings(run: Run) -> dict[str, Any]:
     """What a run was asked for and what was decided, by key. Decisions come from plan.json, marked as such."""
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     with contextlib.suppress(yaml.YAMLError):
-        found |= flatten(yaml.safe_load(read_text(run.folder / "spec.yaml")) or {})
+        by_key |= flatten(yaml.safe_load(read_text(run.folder / "spec.yaml")) or {})
     with contextlib.suppress(ValueError, KeyError, TypeError):
         for decision in json.loads(read_text(run.folder / "plan.json"))["decisions"]:
-            found[f"plan: {decision['key']}"] = decision["value"]
-    return found
+            by_key[f"plan: {decision['key']}"] = decision["value"]
+    return by_key
 
 
 def compare_settings(runs: list[Run]) -> list[dict[str, Any]]:
     """The settings in which runs differ, one value for each run."""
     by_run = [settings(run) for run in runs]
-    keys = list(dict.fromkeys(key for found in by_run for key in found))
-    rows = [{"key": key, "values": [found.get(key) for found in by_run]} for key in keys]
+    keys = list(dict.fromkeys(key for by_key in by_run for key in by_key))
+    rows = [{"key": key, "values": [by_key.get(key) for by_key in by_run]} for key in keys]
     return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
 
 

@@ -265,8 +265,8 @@ class Library:
 
         def compute() -> list[dict[str, Any]]:
             paths = [path.parent for path in self.root.glob("*/events.jsonl") if self._inside(path)]
-            found = [summary for path in paths[:MOST_RUNS] if (summary := self._summary(path)) is not None]
-            return sorted(found, key=lambda summary: (-summary["newest"], summary["name"]))
+            summaries = [summary for path in paths[:MOST_RUNS] if (summary := self._summary(path)) is not None]
+            return sorted(summaries, key=lambda summary: (-summary["newest"], summary["name"]))
 
         return self.shared.get("list", None, compute, 2 * POLL_S)
 

@@ -31,7 +31,7 @@ def watch(options: WatchOptions) -> None:
     try:
         import uvicorn
 
-        from bessemer.watch.access import Access, make_token
+        from bessemer.watch.access import PageAccess, make_token
         from bessemer.watch.app import CHARTS, make_app, page_file
         from bessemer.watch.library import open_library
     except ImportError as error:
@@ -41,7 +41,7 @@ def watch(options: WatchOptions) -> None:
     token = options.token or ("" if local and not options.control else make_token())
     listener = listen(options.host, options.port)
     port = listener.getsockname()[1]
-    app = make_app(library, Access(token, local, port), options.control, first)
+    app = make_app(library, PageAccess(token, local, port), options.control, first)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, lifespan="off",
         timeout_graceful_shutdown=1,  # open streams never end by themselves
