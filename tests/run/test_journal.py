@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.run.journal import Journal, json_ready, last_record, last_records, read_records, to_number
+import bessemer.run.journal
+from bessemer.run.journal import Journal, find_end, json_ready, last_record, last_records, read_records, to_number
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -152,6 +153,30 @@ def test_everything_after_the_first_refused_record_goes(path: Path) -> None:
     write(path, 0, 7, 1)
     assert Journal(path).cut(lambda record: record["step"] < 5) == 2
     assert steps_in(path) == [0]
+
+
+def test_a_cut_of_a_long_journal_reads_only_its_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.parent.mkdir()
+    path.write_text("".join(f'{{"step": {step}, "loss": 2.5}}\n' for step in range(200_000)))
+    journal, parsed = Journal(path), []
+    genuine = bessemer.run.journal.parse_record
+    monkeypatch.setattr(bessemer.run.journal, "parse_record", lambda line: parsed.append(1) or genuine(line))
+    assert journal.cut(lambda record: record["step"] < 199_900) == 100
+    assert len(parsed) < 2_000
+    assert last_record(path) == {"step": 199_899, "loss": 2.5}
+
+
+@given(st.lists(st.integers(0, 40_000), max_size=8), st.integers(0, 8), st.binary(max_size=5))
+def test_records_from_the_end_are_those_from_the_start(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], below: int, torn: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "x.jsonl"
+    lines = [json.dumps({"step": step, "text": "x" * length}) + "\n" for step, length in enumerate(lengths)]
+    path.write_bytes("".join(lines).encode() + torn.replace(b"\n", b""))
+    assert last_records(path, 99) == list(read_records(path))
+    assert find_end(path, lambda record: record["step"] < below)[1] == max(0, len(lengths) - below)
+    Journal(path).cut(lambda record: record["step"] < below)
+    assert path.read_text() == "".join(lines[:below])
 
 
 def test_a_disk_that_takes_half_a_line_leaves_no_half_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

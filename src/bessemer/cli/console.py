@@ -51,13 +51,15 @@ class CommandGroup(TyperGroup):
                 formatter.write_dl(rows)
 
 
-def group_with_default(default: str) -> type[CommandGroup]:
-    """A group in which the command `default` may be left out: `launch SPEC` is `launch submit SPEC`."""
+def group_with_default(default: str, alone: bool = False) -> type[CommandGroup]:
+    """A group in which the command `default` may be left out: `launch SPEC` is `launch submit SPEC`. With `alone` the
+    group's name by itself is the command too, rather than a call for help."""
 
     class DefaultGroup(CommandGroup):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             known = {*self.commands, "-h", "--help"}
-            return super().parse_args(ctx, [default, *args] if args and args[0] not in known else args)
+            left_out = args[0] not in known if args else alone
+            return super().parse_args(ctx, [default, *args] if left_out else args)
 
     return DefaultGroup
 

@@ -37,6 +37,7 @@ from bessemer.cli import (
     serve,
     spec,
     train,
+    watch,
 )
 from bessemer.cli.console import CommandGroup
 from bessemer.errors import RankError, UserError
@@ -74,6 +75,8 @@ app.command("export")(export.export)
 app.command("compress")(compress.compress)
 app.add_typer(model.app, name="model")
 app.command("serve")(serve.serve)
+app.add_typer(watch.app, name="watch")
+app.command("control")(watch.control)
 app.command("new")(new.new)
 app.add_typer(spec.app, name="spec")
 app.add_typer(bench.app, name="bench")

@@ -128,6 +128,7 @@ def train(
     from bessemer.observe.view import LineView, LiveView, RunView
     from bessemer.parallel.world import leave_process_group
     from bessemer.session.session import Session
+    from bessemer.train.control import STOP
 
     live = sys.stdout.isatty() and not plain
     resume_with = None if settings else str(spec)  # with overrides, continue with the spec in the run's folder
@@ -147,6 +148,8 @@ def train(
     with naming_spec(spec, settings):
         outcome = Session(run_spec, view, restart=restart).train()
     leave_process_group()
+    if outcome.kind == "interrupted" and outcome.reason.startswith(STOP):
+        return  # as asked: a launcher must not start it again
     if outcome.kind == "interrupted":
         raise typer.Exit({"SIGTERM": 143, "SIGUSR1": 138, "SIGHUP": 129}.get(outcome.reason, 130))
     if outcome.kind in ("failed", "stopped"):

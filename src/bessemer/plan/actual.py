@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -10,7 +9,7 @@ from typing import Any
 
 from bessemer.plan.expect import BAR, ExpectedRun
 from bessemer.run.directory import Finding, Run
-from bessemer.run.journal import to_number
+from bessemer.run.journal import last_records, to_number
 from bessemer.spec.quantity import human_bytes, human_time
 
 WARM_UP = 8  # first steps, which compile, fill caches and ramp up clocks
@@ -144,7 +143,7 @@ def compare_run(run: Run) -> tuple[ExpectedRun, ActualRun] | None:
         expected = ExpectedRun.from_json((run.folder / EXPECTED).read_text())
     except (OSError, ValueError, TypeError):  # missing, or written by another version
         return None
-    last: deque[dict[str, Any]] = deque(run.metrics(), maxlen=RECENT)
+    last = last_records(run.steps_path, RECENT)
     measured = measure_steps(last, skip=WARM_UP if len(last) < RECENT else 0)
     return (expected, measured) if measured else None
 

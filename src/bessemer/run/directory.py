@@ -7,6 +7,7 @@
       metrics/ranks.jsonl            with several processes: the speed of each, every few steps
       layout.json                    with several processes: what each holds
       events.jsonl                   every decision, when it was made
+      control/                       requests to the live run, see control.py
       checkpoints/  reports/  logs/rank-N.log
 
 The state of a run is not stored: it follows from the last life-cycle event and from whether the owner is alive, so that
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.run.journal import Journal, Record, last_record, last_records, read_records, to_number
+from bessemer.run.journal import Journal, Record, find_end, last_record, last_records, read_records, to_number
 from bessemer.run.lock import Lock, is_alive, read_owner
 from bessemer.run.snapshot import Snapshot, restore_journal, restore_journal_start
 from bessemer.storage import write_atomic
@@ -212,7 +213,7 @@ class RunWriter(Run):
         if not saved:
             self.remove_metrics_from(step)
             return self._log_missing(step)
-        removed = sum(_step(record) >= step for record in self.metrics())
+        removed = find_end(self.steps_path, lambda record: _step(record) < step)[1]
         repairs = []
         if self._ranks is None and self._key(self.ranks_path) in saved:
             self._ranks = Journal(self.ranks_path)

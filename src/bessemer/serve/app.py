@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bessemer import __version__
 from bessemer.errors import UserError
+from bessemer.listener import LOCAL_HOSTS, host_name
 from bessemer.serve.errors import ApiError, ErrorBody
 from bessemer.serve.metrics import ServerMetrics
 from bessemer.serve.models import ModelRegistry, RunWatcher
@@ -42,7 +43,6 @@ from bessemer.serve.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ class RequestGuard:
         """The client, for fair queues: its key, else its address."""
         address = (scope.get("client") or ("local", 0))[0]
         if self.access.local_only:
-            host = headers.get(b"host", b"localhost").decode("latin-1")
-            name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+            name = host_name(headers.get(b"host", b"localhost"))
             if name not in LOCAL_HOSTS:
                 raise ApiError(403, f"the host {name!r} is not this machine: BESSEMER_API_KEYS allows others")
         if not self.access.keys or (scope["path"] in OPEN_PATHS):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from bessemer.errors import UserError
+from bessemer.listener import is_loopback, listen, shown_host
 from bessemer.serve.models import ModelOptions, ModelRegistry, RunWatcher, ServedModel, load_adapter, load_served
 from bessemer.serve.scheduler import QueueLimits, Scheduler
 
@@ -72,7 +71,7 @@ def serve(request: ServeOptions) -> None:
     )
     _ignore_after_drain()
     port = listener.getsockname()[1]
-    shown = request.host if ":" not in request.host else f"[{request.host}]"
+    shown = shown_host(request.host)
     listener.listen(2048)
     for model in models:
         print(f"model    {model.name}  ({model.task}, {model.context:,} tokens)  {model.source}")
@@ -96,26 +95,6 @@ def load_models(request: ServeOptions) -> list[ServedModel]:
             raise UserError(f"--adapter {entry}: write NAME=FOLDER")
         models.append(load_adapter(adapter, Path(folder), models[0], request.options))
     return models
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, bound before the models are loaded so that a wrong address is told at once."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--host {host} --port {port}: cannot be used ({reason}); choose another") from None
-    return listener
 
 
 def _ignore_after_drain() -> None:

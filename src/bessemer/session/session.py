@@ -20,6 +20,7 @@ from bessemer.parallel.world import World, exit_silently, join_process_group
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import check_processes
+from bessemer.run.control import RequestReader
 from bessemer.run.directory import Run, RunReader, RunWriter
 from bessemer.session.build import attach_snapshots, build_job, fit_memory
 from bessemer.session.data import Data, describe_file_changes, exclude_documents, open_data, report_other_exclusions
@@ -220,6 +221,7 @@ class Session:
         """Runs the training loop, and responds to incidents, until the run ends."""
         responder = IncidentResponder(job, job.saver.store)
         job.guard.examine = responder.examine
+        job.recorder.requests = RequestReader(job.recorder.run.folder) if job.world.main else None
         hangs = HangResponse(job, self.view.log)
         several = job.world.size > 1
         watchdog = Watchdog(

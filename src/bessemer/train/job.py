@@ -25,6 +25,7 @@ from bessemer.guard.replica_check import ReplicaCheck, digest
 from bessemer.guard.watchdog import PhaseTracker, StepPace, Watchdog
 from bessemer.parallel.world import World
 from bessemer.plan.decide import Interval, TrainPlan
+from bessemer.run.control import ControlRequest, RequestReader
 from bessemer.run.directory import RunWriter
 from bessemer.spec.schema import RunSpec
 from bessemer.train.engine import Engine
@@ -262,6 +263,7 @@ class Recorder:
     progress: Progress = field(default_factory=Progress)
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=1024))  # records of the last steps
     profiler: Profiler | None = None
+    requests: RequestReader | None = None  # from outside, on rank 0
     write_error: str = ""  # why records wait in memory, as last reported
     disk_full: bool = False  # records wait and a save has failed: the loop ends
 
@@ -361,12 +363,13 @@ class Incident:
 
     step: int
     symptom: str
-    severity: str  # "veto", "suspect" for an accepted step with a convicted document, or the alarm's
+    severity: str  # "veto", "suspect" for an accepted step with a convicted document, the alarm's, or "request"
     record: dict[str, Any]
     statistics: dict[str, float]
     batches: list[Batch]
     alarm: Alarm | None = None
     trial: Any = None  # a `trial.case.Trial` that was already held
+    request: ControlRequest | None = None  # a rollback that was asked for
 
 
 @dataclass(frozen=True)

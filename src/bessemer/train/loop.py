@@ -15,8 +15,10 @@ from typing import Any
 
 from bessemer.data.stream.batches import Prefetch
 from bessemer.guard.alignment import ALIGNMENT_ALARMS
+from bessemer.run.control import ControlRequest
 from bessemer.run.journal import last_record
 from bessemer.train.alignment import end_alignment_run, keep_healthy_checkpoint
+from bessemer.train.control import NUMBERS, from_numbers, next_request, obey, to_numbers
 from bessemer.train.device import memory_in_use, synchronize
 from bessemer.train.forgetting import check_watched_sources, end_forgetting_run, judge_forgetting, rises
 from bessemer.train.job import Abandoned, Incident, Job, Outcome
@@ -52,6 +54,7 @@ class Due:
     evaluate: bool = False
     save: bool = False
     signal: str | None = None  # that ends the run; read once a step, since it may arrive at any moment
+    request: ControlRequest | None = None  # from outside
 
 
 class TrainLoop:
@@ -186,7 +189,7 @@ class TrainLoop:
         )  # fmt: skip
         due = self.due = agree(job, result, local)
         evaluating = available and (due.leave or due.evaluate) and not due.signal
-        boundary = due.leave or evaluating or due.save or bool(due.signal)
+        boundary = due.leave or evaluating or due.save or bool(due.signal or due.request)
         if guard.watchdog:
             guard.watchdog.beat(step, long=boundary)
         if not boundary:
@@ -195,11 +198,23 @@ class TrainLoop:
         synchronize(job.engine.device)  # nothing may be in flight, and the wait belongs to the step
         result.step_s += job.world.agree(time.perf_counter() - waited_s)
         self.pending = None
-        if guard.replica_check and due.save:  # no state is saved that differs between replicas
+        if guard.replica_check and (due.save or due.request):  # no state is saved that differs between replicas
             guard.replica_check.start_digest(step)
         if incident := report_step(job, result):
+            if due.request and job.recorder.requests:
+                job.recorder.requests.put_back(due.request)
             return self.stop_at(incident, done)
+        if due.request and due.request.action == "rollback":
+            return self.roll_back_by_request(due.request, done)
+        if due.request:
+            due = self.due = obey(job, due, due.request, done)
+            evaluating = available and (due.leave or due.evaluate) and not due.signal
         return self.evaluate_and_save(done, evaluating)
+
+    def roll_back_by_request(self, request: ControlRequest, done: int) -> Outcome:
+        """An incident that nothing is wrong with: the caller rolls back and calls again."""
+        record = self.job.recorder.history[-1]
+        return self.stop_at(Incident(done, "rollback requested", "request", record, {}, [], request=request), done)
 
     def evaluate_and_save(self, done: int, evaluating: bool) -> Outcome | None:
         job, due = self.job, self.due
@@ -287,8 +302,9 @@ def agree(job: Job, result: StepResult, due: Due) -> Due:
     if job.recorder.disk_full and job.interrupt.signal is None:
         job.interrupt.signal = DISK_FULL
     signal = job.interrupt.signal
+    request = next_request(job)
     if world.size == 1:
-        return replace(due, signal=signal)
+        return replace(due, signal=signal, request=request)
     job.guard.phase_tracker.enter_phase("agree")
     flags = [due.sample_layers, due.snapshot, due.leave, due.evaluate, due.save, signal is not None]
     flags += [signal == name for name in SIGNALS]
@@ -299,7 +315,8 @@ def agree(job: Job, result: StepResult, due: Due) -> Due:
         stats = in_own_slot(world, [pace.read_own_s(), result.wait_s, result.memory_bytes, bubble_s])
     own_read = result.read * world.layout.dp / world.size  # ranks that share rows have read the same
     numbers = [own_read, *(number if world.main else 0.0 for number in of_main)]
-    sums = world.sums([*stats, *map(float, flags), *numbers])
+    sums = world.sums([*stats, *map(float, flags), *numbers, *to_numbers(request)])
+    request, sums = from_numbers(sums[-NUMBERS:], request), sums[:-NUMBERS]
     if stats:
         result.rank_stats, sums = by_rank(sums[: len(stats)]), sums[len(stats) :]
     sample, snapshot, leave, evaluate, saving, signalled, *by_name = (count > 0 for count in sums[: len(flags)])
@@ -309,7 +326,7 @@ def agree(job: Job, result: StepResult, due: Due) -> Due:
         signal = None
     result.read, result.step_s, result.wait_s, memory_bytes, wall_s, monotonic_s = sums[len(flags) :]
     result.memory_bytes, result.clocks = int(memory_bytes), (wall_s, monotonic_s)
-    return Due(sample, snapshot, leave, evaluate, saving, signal)
+    return Due(sample, snapshot, leave, evaluate, saving, signal, request)
 
 
 def save(job: Job, done: int, validation_loss: float | None) -> bool:

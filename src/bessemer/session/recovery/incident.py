@@ -19,8 +19,10 @@ from bessemer.guard.alignment import ALIGNMENT_ALARMS
 from bessemer.guard.judge import NONFINITE, REASONS
 from bessemer.guard.ladder import LadderFacts, RecoveryCheck, Rung
 from bessemer.observe.format import short_path
+from bessemer.run.control import ControlRequest
 from bessemer.session.restore import bitwise_since, end_of_best_stretch, load_checkpoint, normal_range, recent_records
 from bessemer.train.alignment import end_alignment_run
+from bessemer.train.control import answer
 from bessemer.train.job import Adjustment, Incident, Job, Outcome
 from bessemer.train.memory.snapshots import CONFIRMED_STEPS
 from bessemer.train.step import StepResult
@@ -61,6 +63,8 @@ class IncidentResponder:
         job.start_step = outcome.step
         if incident.alarm and incident.alarm.kind in ALIGNMENT_ALARMS:  # not the fault of a step: nothing to replay
             return end_alignment_run(job, incident.alarm, outcome.step, outcome.validation)
+        if incident.request:
+            return self._roll_back_by_request(incident, incident.request)
         scene = self._capture_scene(incident)
         case = self._open_case(incident, scene)
         trial = incident.trial or (self._run_trial(scene) if self._is_trial_due(incident) else None)
@@ -89,6 +93,22 @@ class IncidentResponder:
         if end is None:
             self._watch_recovery(case, scene)
         return end
+
+    def _roll_back_by_request(self, incident: Incident, request: ControlRequest) -> None:
+        """Rolls back because somebody asked. Nothing is put on trial, and the same data is read again."""
+        job, self.case = self.job, None
+        latest = incident.step - 1 if request.value is None else int(request.value)
+        reason = f"{request.who} asked for it"
+        while target := next((one for one in self._healthy_states(latest) if one.origin not in self.damaged), None):
+            try:
+                self._roll_back(target, Rung("rollback", reason, 1), incident)
+            except DamagedCheckpoint as error:
+                self.damaged.add(target.origin)
+                job.recorder.event("checkpoint_passed_over", checkpoint=target.origin, reason=str(error))
+                continue
+            answer(job, request, incident.step, f"back to step {target.step:,} ({target.origin})", to_step=target.step)
+            return
+        answer(job, request, incident.step, f"no confirmed state at or before step {latest:,}", done=False)
 
     def _open_case(self, incident: Incident, scene: StepScene) -> IncidentCase:
         """The open case if this is the same trouble, or a new one."""
@@ -352,8 +372,8 @@ class IncidentResponder:
             job.recorder.event("save_failed", step=scene.step, reason=f"the scene: {error}")
 
     def _record_action(self, kind: str, step: int, reason: str, **details: Any) -> None:
-        assert self.case is not None
-        self.case.actions.append(Action(kind, step, reason, details))
+        if self.case:  # none at a rollback by request
+            self.case.actions.append(Action(kind, step, reason, details))
         if kind != "veto":  # the loop has emitted it
             self.job.recorder.event(kind, step=step, reason=reason, **details)
 

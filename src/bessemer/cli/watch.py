@@ -1,0 +1,84 @@
+"""`bessemer watch`: the live page of runs, its export to one file; `bessemer control`: requests to a live run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from bessemer.cli.console import AS_JSON, RUN, group_with_default, print_json
+from bessemer.errors import UserError
+
+app = typer.Typer(
+    cls=group_with_default("page", alone=True),
+    help="Serve a live page of the runs in a folder. `bessemer watch export RUN` writes one HTML file to send. "
+    "`bessemer watch page --help` lists the options of the page.",
+)
+ANSWER_S = 30.0
+
+
+@app.command()
+def page(
+    runs: Path = typer.Argument(Path("runs"), help="The folder that holds the runs, or one run."),
+    host: str = typer.Option("127.0.0.1", "--host", help="The address to bind; others than this machine need a token."),
+    port: int = typer.Option(8800, "--port", min=0, max=65535, help="0 takes a free one."),
+    token: str = typer.Option("", "--token", help="The token that is asked for (default: made where one is needed)."),
+    no_browser: bool = typer.Option(False, "--no-browser", help="Do not open the page."),
+    control: bool = typer.Option(False, "--control", help="Let the page save, pause, stop and change live runs."),
+) -> None:
+    """Serve the live page, during the runs and after them. The word `page` may be left out.
+
+    Example: bessemer watch runs --port 8800
+    """
+    from bessemer.watch.server import WatchOptions, watch
+
+    watch(WatchOptions(runs, host, port, token, not no_browser, control))
+
+
+@app.command()
+def export(
+    run: Path = RUN,
+    out: Path = typer.Option(None, "--out", help="The file to write (default: NAME.html)."),
+    compare: list[Path] = typer.Option([], "--with", help="A run to draw over it. Repeatable."),
+) -> None:
+    """Write a run's page as one HTML file that needs no server: curves, events, reports, plan, spec.
+
+    Example: bessemer watch export runs/demo --out demo.html
+    """
+    try:
+        from bessemer.watch.export import export_run
+    except ImportError as error:
+        raise UserError(f"watch needs {error.name}: pip install 'bessemer[watch]'") from None
+    path = out or Path(f"{run.resolve().name}.html")
+    size = export_run([run, *compare], path)
+    print(f"{path}  {size / 1e6:.1f} MB")
+
+
+def control(
+    run: Path = RUN,
+    action: str = typer.Argument(help="save, evaluate, stop, pause, resume, lr FACTOR, or rollback [STEP]."),
+    value: float | None = typer.Argument(None, help="The factor of lr, or the step of rollback."),
+    wait: float = typer.Option(ANSWER_S, "--wait", min=0, help="Seconds to wait for the run's answer."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Ask a live run to save, evaluate, stop, pause, resume, change its learning rate, or roll back.
+
+    The run obeys between two steps, on all ranks in the same step, and records who asked.
+
+    Example: bessemer control runs/demo save
+    Example: bessemer control runs/demo lr 0.5
+    """
+    from bessemer.run.control import ControlRequest, answer_of, write_request
+    from bessemer.run.directory import Run
+
+    request, watched = ControlRequest.make(action, value), Run.existing(run)
+    write_request(watched, request)
+    event = answer_of(watched, request.id, wait) if wait else None
+    if as_json:
+        print_json(event or {"id": request.id, "action": action, "answered": False})
+    elif event:
+        print(f"{event['action']}  step {event['step']:,}  {event['reason']}")
+    else:
+        print(f"{action} is asked of {watched.name}; it has not answered yet")
+    if event and not event["done"]:
+        raise typer.Exit(1)
