@@ -135,7 +135,8 @@ def judge_and_update(job: Job, result: StepResult, sample_layers: bool) -> None:
         norm = second if loss_scale is None else second / loss_scale.scale
         reject = torch.maximum(reject, (~norm.isfinite()).float())
     # Before the scale is updated in place.
-    divisor, share = engine.optimizer.clip(norm, result.clip, loss_scale and loss_scale.scale, reject, step)
+    scale = None if loss_scale is None else loss_scale.scale
+    divisor, share = engine.optimizer.clip(norm, result.clip, scale, reject, step)
     divisor = divisor.clone() if loss_scale is not None else divisor
     if share is not None:
         scalars["clipped_share"] = share

@@ -64,7 +64,8 @@ class IncidentResponder:
         if incident.alarm and incident.alarm.kind in ALIGNMENT_ALARMS:  # not the fault of a step: nothing to replay
             return end_alignment_run(job, incident.alarm, outcome.step, outcome.validation)
         if incident.request:
-            return self._roll_back_by_request(incident, incident.request)
+            self._roll_back_by_request(incident, incident.request)
+            return None
         scene = self._capture_scene(incident)
         case = self._open_case(incident, scene)
         trial = incident.trial or (self._run_trial(scene) if self._is_trial_due(incident) else None)
