@@ -253,7 +253,8 @@ def build_optimizers(
         return [LowMemoryOptimizer(groups, named, spec, memory, seed, places)]
     if spec.external:
         settings = {key: tuple(v) if isinstance(v, list) else v for key, v in spec.settings().items()}
-        groups = parameter_groups(named, float(settings.pop("weight_decay")), scales, spec.groups)
+        decay: Any = settings.pop("weight_decay")
+        groups = parameter_groups(named, decay, scales, spec.groups)
         return [external_optimizer(spec.name, groups, settings)]
     if spec.name in RULES:
         settings = spec.settings()
