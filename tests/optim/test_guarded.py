@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bessemer.optim.choose import Lion, make_optimizer
-from bessemer.optim.guarded import clip_divisor
+from bessemer.optim.guarded import clip_divisor, weight_average
 from bessemer.optim.muon import Muon
 from bessemer.optim.rule_optimizer import RuleOptimizer
 from bessemer.optim.rules import RULES
@@ -256,6 +256,11 @@ def test_state_round_trip_goes_on_with_the_same_bits(case):
             parameter.copy_(saved[f"w.{name}"])
     for name, tensor in resumed.state().items():
         tensor.copy_(saved[name])
+    spec = OptimizerSpec(**case)
+    if (average := weight_average(list(again.items()), spec, resumed)) is not None:  # Schedule-Free's, saved apart
+        of_saved = weight_average(list(named.items()), spec, optimizer).state()
+        for name, tensor in average.state().items():
+            tensor.copy_(of_saved[name])
     for step in range(5, 10):
         advance(optimizer, named, step)
         advance(resumed, again, step)
@@ -266,13 +271,16 @@ def test_state_round_trip_goes_on_with_the_same_bits(case):
 def test_an_accepted_step_changes_weights_moments_and_counts(case):
     named = parameters()
     optimizer = make(named, case)
+    if case.get("name") == "soap":
+        advance(optimizer, named, 0)  # the first step only sets its bases
     before = bits(named, optimizer)
     advance(optimizer, named, 1)
     after = bits(named, optimizer)
-    assert [name for name in before if torch.equal(before[name], after[name])] == []
+    same_bits = [name for name in before if torch.equal(before[name], after[name])]
+    assert [name for name in same_bits if not name.endswith("_basis")] == []  # set every few steps
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "soap"])  # which has one path
 def test_a_checkpoint_of_one_path_fits_the_others(name):
     states = [make(parameters(), {"name": name, "veto": veto}).state() for veto in PATHS]
     shapes = [{key: (tensor.shape, tensor.dtype) for key, tensor in state.items()} for state in states]
@@ -323,6 +331,10 @@ def test_frozen_parameters_and_parameters_without_a_gradient_are_left_alone(case
     expected = torch.cat([values["matrix"].flatten(), values["vector"]]).norm()
     assert float(optimizer.grad_norm()) == pytest.approx(float(expected), rel=1e-6)
     optimizer.step(0.1, ACCEPT, torch.tensor(2.0))
+    if case.get("name") == "soap":  # the first step only sets its bases
+        for name in ("matrix", "vector"):
+            named[name].grad = values[name].clone()
+        optimizer.step(0.1, ACCEPT, torch.tensor(2.0))
     moved = {name for name, p in named.items() if not torch.equal(p.detach(), before[name])}
     assert moved == {"matrix", "vector"}
     assert not any(key.startswith("cube") for key in optimizer.state())
