@@ -336,8 +336,8 @@ class _TokenLosses(torch.autograd.Function):
         if ctx.kept is not None:
             kept_RP, ctx.kept = ctx.kept, None  # a gigabyte or two: free for the rest of the backward pass
             with torch.autocast(hidden_RW.device.type, enabled=False):
-                kept = kept_gradients(kept_RP, hidden_RW, head_VW, grad_R, wants, ctx.compute)
-            return *kept, None, None, None, None
+                stored = kept_gradients(kept_RP, hidden_RW, head_VW, grad_R, wants, ctx.compute)
+            return *stored, None, None, None, None
         largest = grad_R.abs().max().clamp_min(1e-30)  # scaled to 1, so that fp16 does not underflow
         head = _Head(hidden_RW, head_VW, bias_V, targets_R, grad_R / largest, 1.0, ctx.options, wants, ctx.words)
         grads = _run_head(head, ctx.compute)[3]
