@@ -24,7 +24,7 @@ _PUBLIC = {
     "RunSpec": "bessemer.spec.schema",
     "load_spec": "bessemer.spec.load",
     "Run": "bessemer.run.directory",
-    "Finding": "bessemer.run.directory",
+    "Finding": "bessemer.run.finding",
     "Plan": "bessemer.plan.decision",
     "TokenStore": "bessemer.data.store.token_store",
     "BatchStream": "bessemer.data.stream.batches",

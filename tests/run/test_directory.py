@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.run.directory import Finding, Run, RunWriter, list_runs, summarize
+from bessemer.run.directory import Run, RunWriter, list_runs, summarize
+from bessemer.run.finding import Finding
 from bessemer.run.lock import Owner
 
 

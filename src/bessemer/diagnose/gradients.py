@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bessemer.diagnose.report import InspectedModel, InspectionReport, backward_step
 from bessemer.observe.figure import LineChart
-from bessemer.run.directory import Finding
+from bessemer.run.finding import Finding
 
 VANISHED = 1e-4  # of the median matrix's gradient rms: such a layer learns nothing
 EXPLODED = 100.0  # times the weight's norm: after clipping, only this layer is trained

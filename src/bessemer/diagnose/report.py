@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bessemer.observe.figure import Figure
 from bessemer.observe.page import Block, Table, Text, html_page
-from bessemer.run.directory import Finding
+from bessemer.run.finding import Finding
 from bessemer.run.journal import json_ready
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bessemer.run.directory import Finding
+from bessemer.run.finding import Finding
 
 BLOCK = 16
 SIGMA = 1.4826  # times the median absolute deviation is the standard deviation of a normal distribution

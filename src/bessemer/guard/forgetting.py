@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bessemer.guard.alarm import Alarm
-from bessemer.run.directory import Finding
+from bessemer.run.finding import Finding
 from bessemer.run.journal import to_number
 from bessemer.spec.guard import ForgetSpec
 

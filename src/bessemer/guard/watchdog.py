@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bessemer.run.directory import Finding
+from bessemer.run.finding import Finding
 from bessemer.spec.guard import HangSpec
 from bessemer.storage import write_atomic
 

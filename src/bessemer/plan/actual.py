@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 from bessemer.plan.expect import BAR, ExpectedRun
-from bessemer.run.directory import Finding, Run
+from bessemer.run.directory import Run
+from bessemer.run.finding import Finding
 from bessemer.run.journal import last_records, to_number
 from bessemer.spec.quantity import human_bytes, human_time
 

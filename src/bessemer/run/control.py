@@ -75,7 +75,7 @@ def write_request(run: Run, request: ControlRequest) -> None:
     folder = run.folder / FOLDER
     if folder.is_dir() and sum(1 for _ in folder.glob("*.json")) >= MAX_WAITING:
         raise UserError(f"{run.name}: {MAX_WAITING} requests wait already")
-    name = f"{int(request.time * 1000)}-{request.id}.json"
+    name = f"{time.time_ns()}-{request.id}.json"  # names in order of time, also of two written in one millisecond
     write_atomic(folder / name, json.dumps(asdict(request)), parents=True, durable=False)
 
 

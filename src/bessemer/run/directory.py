@@ -1,4 +1,4 @@
-"""The run folder: one writer, many readers. Also Finding, the result type of guard, trial and diagnose.
+"""The run folder: one writer, many readers.
 
     runs/NAME/
       spec.yaml  plan.json           the spec and the planner's decisions
@@ -21,7 +21,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,6 @@ from bessemer.run.journal import Journal, Record, find_end, last_record, last_re
 from bessemer.run.lock import Lock, is_alive, read_owner
 from bessemer.run.snapshot import Snapshot, restore_journal, restore_journal_start
 from bessemer.storage import write_atomic
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A symptom with its evidence. `confidence` is between 0 and 1; `cause` is empty if unknown."""
-
-    symptom: str
-    evidence: dict[str, Any] = field(default_factory=dict)
-    cause: str = ""
-    confidence: float = 0.0
-    fix: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 LOSS_WINDOW = 32  # steps over which a displayed loss is averaged
