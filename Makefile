@@ -36,14 +36,27 @@ install: $(CORE_STAMP) ## Bessemer and torch in .venv, once; the other targets d
 demo: $(CORE_STAMP) ## train a small model on this machine and show what Bessemer does
 	@$(BIN)/bessemer demo
 
+# $(1): pytest with its options. Up to five failed tests run once more, alone. One that passes then depends on the load
+# of the machine: that is a fault of the test, its first failure stands in the log, and it is named at the end.
+define run_tests
+$(1) $(XDIST); code=$$?; \
+if [ $$code -eq 1 ] && $(BIN)/python -c 'import json, sys; sys.exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 5)'; then \
+  echo "Running the failed tests once more, alone"; cp .pytest_cache/v/cache/lastfailed $(VENV)/failed-once.json; \
+  $(1) --last-failed --last-failed-no-failures none; code=$$?; \
+  if [ $$code -eq 0 ]; then echo "Passed alone, failed beside other tests:"; cat $(VENV)/failed-once.json; echo; fi; \
+fi; exit $$code
+endef
+
 test: lint ## linters, types, import contracts, then the fast tests
 	@echo "pytest (fast tests, $(WORKERS) workers)"
-	@$(BIN)/python -m pytest $(XDIST) -m "not slow and not gpu"
+	@rm -f .pytest_cache/v/cache/lastfailed
+	@$(call run_tests,$(BIN)/python -m pytest -m "not slow and not gpu")
 
 test-all: lint $(BENCH_STAMP) $(PEERS_STAMP) ## the same with the slow tests and the comparisons with other trainers
 	@echo "pytest (all but gpu, $(WORKERS) workers)"
-	@PYTHONPATH="$(CURDIR)/$(PEERS)/megatron:$(CURDIR)/$(PEERS)/datatrove:$(CURDIR)/$(PEERS)/smollm2$${PYTHONPATH:+:$$PYTHONPATH}" \
-	  $(BIN)/python -m pytest $(XDIST) -m "not gpu" --hypothesis-profile full --timeout 900
+	@rm -f .pytest_cache/v/cache/lastfailed
+	@export PYTHONPATH="$(CURDIR)/$(PEERS)/megatron:$(CURDIR)/$(PEERS)/datatrove:$(CURDIR)/$(PEERS)/smollm2$${PYTHONPATH:+:$$PYTHONPATH}"; \
+	$(call run_tests,$(BIN)/python -m pytest -m "not gpu" --hypothesis-profile full --timeout 900)
 
 lint: $(DEV_STAMP) ## ruff, import contracts and mypy
 	@echo "ruff check"

@@ -31,7 +31,6 @@ from bessemer.run.lock import Lock, is_alive, read_owner
 from bessemer.run.snapshot import Snapshot, restore_journal, restore_journal_start
 from bessemer.storage import write_atomic
 
-
 LOSS_WINDOW = 32  # steps over which a displayed loss is averaged
 LAYOUT = "layout.json"
 STATE_AFTER = {"started": "running"} | {kind: kind for kind in ("finished", "failed", "interrupted", "stopped")}

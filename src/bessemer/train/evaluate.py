@@ -74,15 +74,15 @@ class Evaluator:
         available = sum(part.tokens for part in self.held_out.values())
         for name, part in self.held_out.items():
             sequences = part.rows.count
-            rows = min(micro_rows, sequences)
             order = StreamOrder([MixturePhase(0, quantise({name: 1.0}))], {name: sequences}, seed=0)
-            wanted = min(sequences, tokens / context * part.tokens / available)
-            steps = max(1, int(wanted // rows))
-            positions, mismatch = StepPositions([BatchPhase(0, rows)]), steps * rows if part.mismatched else None
+            # The rows do not depend on the micro-batch: the last pass has missing rows instead.
+            count = max(1, int(min(sequences, tokens / context * part.tokens / available)))
+            rows = min(micro_rows, count)
             stream = BatchStream(
-                {name: part.rows}, order, context, positions, transforms=part.transforms, mismatch=mismatch
-            )
-            self.parts[name] = (stream, steps)
+                {name: part.rows}, order, context, StepPositions([BatchPhase(0, rows)]), transforms=part.transforms,
+                mismatch=count if part.mismatched else None, length=count,
+            )  # fmt: skip
+            self.parts[name] = (stream, -(-count // rows))
 
     def begin(self, step: int) -> None:
         """Called before each evaluation, after `step` steps."""

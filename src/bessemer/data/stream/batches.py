@@ -101,7 +101,7 @@ class BatchStream:
     first position at which the document weighs nothing; a plain collection of pairs bans from the start. Positions
     never shift. `transforms` change every micro-batch at the end. With `mismatch` a row comes with the targets of the
     one before it: of the step's last row for its first (0), or in a cycle of this many rows from the stream's start. A
-    stream is immutable: see `replace`.
+    stream of `length` positions has missing rows, without weight, after them. It is immutable: see `replace`.
     """
 
     def __init__(
@@ -113,8 +113,9 @@ class BatchStream:
         banned: Bans = frozenset(),
         transforms: Sequence[Transform] = (),
         mismatch: int | None = None,
+        length: int | None = None,
     ) -> None:
-        self.mismatch = mismatch
+        self.mismatch, self.length = mismatch, length
         self.names, self.order, self.steps = order.names, order, steps
         self.banned = dict(banned) if isinstance(banned, Mapping) else dict.fromkeys(banned, 0)
         self.sequence_length, self.transforms = sequence_length, tuple(transforms)
@@ -138,12 +139,13 @@ class BatchStream:
         """The same stream, with the same fingerprint, under other steps or bans."""
         steps, banned = steps or self.steps, self.banned if banned is None else banned
         return BatchStream(
-            self.sources, self.order, self.sequence_length, steps, banned, self.transforms, self.mismatch
+            self.sources, self.order, self.sequence_length, steps, banned, self.transforms, self.mismatch, self.length
         )
 
     def rows(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Ints:
         """The positions that the rank reads."""
-        return rank_positions(self.steps, step, dp_rank, dp_world)
+        positions = rank_positions(self.steps, step, dp_rank, dp_world)
+        return positions if self.length is None else np.where(positions < self.length, positions, -1)
 
     def batch(self, step: int, dp_rank: int = 0, dp_world: int = 1) -> Batch:
         """All the rank's rows in one batch."""

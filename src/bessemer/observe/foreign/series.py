@@ -60,8 +60,8 @@ class Series:
 
 @dataclass
 class ForeignRun:
-    """A run that was read. `settings` are the hyper-parameters that the files tell; `notes` are what a reader should know
-    about the numbers (rows left out, steps guessed)."""
+    """A run that was read. `settings` are the hyper-parameters that the files tell; `notes` say what was left out or
+    guessed, such as steps."""
 
     format: str  # identifier of the format, such as "hf_trainer"
     name: str
