@@ -54,6 +54,38 @@ def export(
     print(f"{path}  {size / 1e6:.1f} MB")
 
 
+def report(
+    run: Path = RUN,
+    out: Path | None = typer.Option(None, "--out", help="The file to write: .html or .md (default: NAME-report.html)."),
+    usd_hour: float | None = typer.Option(
+        None, "--usd-hour", min=0, help="Price of one device for an hour (default: the price list's lowest)."
+    ),
+    region: str | None = typer.Option(None, "--region", help="Where the electricity is from, for its carbon."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Write a run's report: one page with curves, plan and actual, incidents, results, cost, how to reproduce it.
+
+    Example: bessemer report runs/demo --out demo.html
+    """
+    try:
+        from bessemer.watch.report import RunReport
+    except ImportError as error:
+        raise UserError(f"report needs {error.name}: pip install 'bessemer[watch]'") from None
+    from bessemer.run.directory import Run
+    from bessemer.storage import write_atomic
+
+    if out is not None and out.suffix not in (".html", ".md"):
+        raise UserError(f"--out {out}: end the name with .html or .md")
+    content = RunReport(Run.existing(run), usd_hour, region)
+    if as_json:
+        print_json(content.to_json())
+    if out is not None or not as_json:
+        path = out or Path(f"{run.resolve().name}-report.html")
+        write_atomic(path, content.markdown() if path.suffix == ".md" else content.html(), durable=False)
+        if not as_json:
+            print(path)
+
+
 def control(
     run: Path = RUN,
     action: str = typer.Argument(help="save, evaluate, stop, pause, resume, lr FACTOR, or rollback [STEP]."),
