@@ -225,7 +225,7 @@ def test_a_step_of_one_answer_is_refused(base: tuple[Path, Path, Path], tmp_path
 def test_a_known_rule_is_learned(base: tuple[Path, Path, Path], tmp_path: Path, objective: str, seed: int) -> None:
     """The rule: name the colour of the question. The start model names either colour; after the run, held-out answers
     are on the right side in more than 90 % of the cases."""
-    parts: dict[str, Any] = {"seed": seed, "budget": {"steps": 40}}
+    parts: dict[str, Any] = {"seed": seed, "budget": {"steps": 40}, "evaluate": {"every": 40, "tokens": 64 * 64}}
     if objective == "dpo":
         spec = make_pairs_spec(base, f"rule-dpo-{seed}", **parts)
     else:
