@@ -234,8 +234,9 @@ def _mbpp_prompt(row: Mapping[str, Any]) -> str:
 
 
 def _code_rows(name: str, place: Path) -> list[dict[str, Any]]:
-    files = split_files(place, "full" if name == "mbpp" else None)
-    paths = [Path(path) for split in files for path in files[split]] or sorted(place.glob("*.jsonl"))
+    place = place / "full" if (place / "full").is_dir() else place  # MBPP's configuration of all its rows
+    paths = [path for path in sorted(place.rglob("*")) if path.suffix in (".jsonl", ".json", ".parquet")]
+    paths = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(place).parts)]
     if not paths:
         raise UserError(f"{name}: no data: {how_to_get(name, place)}")
     rows: list[dict[str, Any]] = []
