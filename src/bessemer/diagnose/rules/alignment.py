@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.diagnose.rules.config import config_line
+from bessemer.diagnose.rules.causes import make_finding, rank
 from bessemer.diagnose.rules.curve import Curve, trend
-from bessemer.diagnose.rules.loss import lr_line
-from bessemer.diagnose.rules.runbook import cause
 from bessemer.diagnose.rules.view import RunView
 from bessemer.run.finding import Finding
 
@@ -36,7 +34,7 @@ def _finding(
     text: str, causes: list[Any], curve: Curve, severity: str, step: int | None = None, **evidence: Any
 ) -> Finding:
     where = int(curve.steps[-1]) if step is None else step
-    return Finding.of_causes(text, causes, evidence=evidence, severity=severity, step=where)
+    return make_finding(text, causes, severity, where, evidence)
 
 
 def _crossing(curve: Curve, limit: float, above: bool = True) -> int:
@@ -56,12 +54,13 @@ def judge_reference(view: RunView) -> Finding | None:
         return None
     kind = str(view.flat_settings.get("loss_type", "sigmoid")).lower()
     first, start = float(margin.values[0]), float(loss.values[0])
-    if "sigmoid" not in kind or abs(first) < 0.1 and abs(start - math.log(2)) < 0.1 or margin.steps[0] > loss.steps[0]:
+    right = abs(first) < 0.1 and abs(start - math.log(2)) < 0.1
+    if "sigmoid" not in kind or right or margin.steps[0] > loss.steps[0]:
         return None
     noise = loss.noise()
     if abs(start - math.log(2)) < max(0.05, 3 * noise) and abs(first) < 3 * margin.noise():
         return None
-    causes = [cause("reference_mismatch", 0.8), cause("lr_too_high", 0.2, lr_line(view, 1 / 3))]
+    causes = rank(view, reference_mismatch=0.8, lr_too_high=0.2)
     text = f"the first loss is {start:.3g} and the first margin {first:.3g}; they should be ln 2 = 0.693 and 0"
     return _finding(text, causes, margin, "warning", int(loss.steps[0]), first_loss=start, first_margin=first)
 
@@ -77,12 +76,8 @@ def judge_displacement(view: RunView) -> Finding | None:
     unit = 0.15 * abs(first) if name == "log-probability" else 0.5
     if first - last < max(unit, 3 * chosen.noise()) or low_last >= low_first or trend(chosen) > -0.6:
         return None
-    beta = view.number("beta") or 0.1
-    causes = [
-        cause("likelihood_displacement", 0.85, config_line(view.run.format, "sft_term")),
-        cause("lr_too_high", 0.45, lr_line(view, 1 / 3)), cause("margin_without_accuracy", 0.1, config_line(view.run.format, "beta", 3 * beta)),
-    ]  # fmt: skip
-    text = f"the {name} of chosen answers falls from {first:.3g} to {last:.3g}, with that of rejected ones ({low_first:.3g} to {low_last:.3g})"
+    causes = rank(view, likelihood_displacement=0.85, lr_too_high=0.45, margin_without_accuracy=0.1)
+    text = f"the {name} of chosen answers falls from {first:.3g} to {last:.3g}, as that of rejected ones does"
     return _finding(
         text,
         causes,
@@ -106,7 +101,7 @@ def judge_pairs(view: RunView) -> Finding | None:
     final = margin.level(0.2)
     if reached < 0.995 or (size < 5 and final < 10):
         return None
-    causes = [cause("trivial_pairs", 0.75, lr_line(view, 1 / 3)), cause("lr_too_high", 0.6, lr_line(view, 1 / 3))]
+    causes = rank(view, trivial_pairs=0.75, lr_too_high=0.6)
     text = f"accuracy is {reached:.1%} and the margin {size:.3g} after {accuracy.steps[early - 1]} steps"
     return _finding(
         text,
@@ -128,11 +123,7 @@ def judge_margin(view: RunView) -> Finding | None:
     growth = high - low
     if last > 0.6 or last - first > 0.1 or growth < max(0.5, 4 * margin.noise()) or trend(margin) < 0.6:
         return None
-    beta = view.number("beta") or 0.1
-    causes = [
-        cause("margin_without_accuracy", 0.8, config_line(view.run.format, "beta", 3 * beta)),
-        cause("lr_too_high", 0.3, lr_line(view, 1 / 3)), cause("trivial_pairs", 0.1),
-    ]  # fmt: skip
+    causes = rank(view, margin_without_accuracy=0.8, lr_too_high=0.3, trivial_pairs=0.1)
     text = f"the margin grows to {high:.3g} while accuracy stays at {last:.0%}"
     return _finding(text, causes, margin, "warning", accuracy=[first, last], margin=[low, high])
 
@@ -150,10 +141,7 @@ def judge_kl(view: RunView) -> Finding | None:
     if largest < 0.5 or growth < 8:
         return None
     step = _crossing(kl, max(4 * abs(middle), 0.25))
-    causes = [
-        cause("kl_blowup", 0.85, config_line(view.run.format, "kl", 0.05)), cause("lr_too_high", 0.5, lr_line(view, 1 / 3)),
-        cause("reward_hacking", 0.3), cause("generator_mismatch", 0.15),
-    ]  # fmt: skip
+    causes = rank(view, kl_blowup=0.85, lr_too_high=0.5, reward_hacking=0.3, generator_mismatch=0.15)
     text = f"the KL divergence from the reference grows from {middle:.3g} to {largest:.3g}"
     return _finding(
         text, causes, kl, "critical" if largest > 5 else "warning", step, usual=middle, largest=largest, last=last
@@ -170,10 +158,7 @@ def judge_entropy(view: RunView) -> Finding | None:
         return None
     reward = view.curve("reward", LEAST)
     solved = reward is not None and reward.level(0.1) >= 0.98 * float(reward.values.max()) and reward.level(0.1) >= 0.95
-    causes = [
-        cause("entropy_collapse", 0.85, config_line(view.run.format, "temperature", 1.0)),
-        cause("lr_too_high", 0.4, lr_line(view, 1 / 3)), cause("flat_groups", 0.2),
-    ]  # fmt: skip
+    causes = rank(view, entropy_collapse=0.85, lr_too_high=0.4, flat_groups=0.2)
     step = _crossing(entropy, 0.2 * first, above=False)
     severity = "note" if solved else "warning"
     return _finding(
@@ -195,11 +180,7 @@ def judge_groups(view: RunView) -> Finding | None:
     level = reward.level(0.3) if reward is not None else float("nan")
     top = float(reward.values.max()) if reward is not None else float("nan")
     solved = reward is not None and level >= 0.9 and top <= 1.001 and trend(reward) > 0.3
-    samples = int(2 * (view.number("samples") or 8))
-    causes = [
-        cause("flat_groups", 0.85, config_line(view.run.format, "samples", samples)),
-        cause("entropy_collapse", 0.3, config_line(view.run.format, "temperature", 1.0)),
-    ]  # fmt: skip
+    causes = rank(view, flat_groups=0.85, entropy_collapse=0.3)
     text = f"{share:.0%} of the groups have equal rewards (mean reward {level:.3g})"
     return _finding(
         text, causes, flat, "note" if solved else "warning", _crossing(flat, 0.5), share=share, reward=level
@@ -210,20 +191,12 @@ def judge_cuts(view: RunView) -> Finding | None:
     cut = view.curve("cut_answers", LEAST)
     if cut is None or cut.level(0.3) <= 0.3:
         return None
-    limit = view.flat_settings.get("max_completion_length") or view.flat_settings.get("max_tokens")
-    line = (
-        config_line(view.run.format, "length", int(2 * float(limit)))
-        if limit
-        else config_line(view.run.format, "length", "a larger limit")
-    )
     grown = cut.level(0.1) > cut.level(0.1, end=False) + 0.2
-    causes = [
-        cause("answers_cut", 0.8, line),
-        cause("length_growth", 0.5 if grown else 0.15),
-        cause("reward_hacking", 0.15),
-    ]
+    causes = rank(view, answers_cut=0.8, length_growth=0.5 if grown else 0.15, reward_hacking=0.15)
     text = f"{cut.level(0.3):.0%} of the answers reach the length limit"
-    return _finding(text, causes, cut, "warning", _crossing(cut, 0.3), share=cut.level(0.3), limit=limit)
+    return _finding(
+        text, causes, cut, "warning", _crossing(cut, 0.3), share=cut.level(0.3), limit=view.number("answer_limit")
+    )
 
 
 def judge_ratio(view: RunView) -> Finding | None:
@@ -233,10 +206,7 @@ def judge_ratio(view: RunView) -> Finding | None:
     level = ratio.level(0.5)
     if abs(level - 1) <= 0.05:
         return None
-    causes = [
-        cause("generator_mismatch", 0.85, config_line(view.run.format, "importance")),
-        cause("lr_too_high", 0.2, lr_line(view, 1 / 3)),
-    ]
+    causes = rank(view, generator_mismatch=0.85, lr_too_high=0.2)
     text = f"the importance ratio of generator and trainer is {level:.3g}, not 1"
     worst = int(ratio.steps[int(np.argmax(np.abs(ratio.values - 1) > 0.05))])
     return _finding(text, causes, ratio, "critical" if abs(level - 1) > 0.3 else "warning", worst, ratio=level)
@@ -258,38 +228,25 @@ def judge_reward(view: RunView) -> Finding | None:
     evidence = {"reward": [first, last], "answer_length": list(_ends(length)) if length is not None else None}
     if held_out is not None:
         evidence["held_out"] = list(_ends(held_out))
+    growth = f"answers grow from {_ends(length)[0]:.0f} to {_ends(length)[1]:.0f} tokens" if length is not None else ""
     score_falls = held_out is not None and _ends(held_out)[1] < _ends(held_out)[0] - 2 * held_out.noise()
     flat_score = held_out is not None and abs(_ends(held_out)[1] - _ends(held_out)[0]) < 2 * held_out.noise() + 0.02
     if rises and (score_falls or (flat_score and grown)):
-        causes = [
-            cause("reward_hacking", 0.85, config_line(view.run.format, "kl", 0.05)),
-            cause("length_growth", 0.3),
-            cause("kl_blowup", 0.2),
-        ]
+        causes = rank(view, reward_hacking=0.85, length_growth=0.3, kl_blowup=0.2)
         text = f"the reward rises from {first:.3g} to {last:.3g}, {held_out.name if held_out else ''} does not"
         return _finding(text, causes, reward, "warning", **evidence)
     if grown and length is not None and not rises:
-        causes = [
-            cause("length_growth", 0.8, config_line(view.run.format, "length", "a lower limit")),
-            cause("reward_hacking", 0.2),
-            cause("answers_cut", 0.2),
-        ]
-        text = f"answers grow from {_ends(length)[0]:.0f} to {_ends(length)[1]:.0f} tokens while the reward stays at {last:.3g}"
+        causes = rank(view, length_growth=0.8, reward_hacking=0.2, answers_cut=0.2)
+        text = f"{growth} while the reward stays at {last:.3g}"
         return _finding(text, causes, length, "warning", **evidence)
     span = top - first
     if span > 4 * noise and top - last > max(0.5 * span, 5 * noise):
         step = int(reward.steps[int(np.argmax(smooth))])
-        causes = [
-            cause("reward_collapse", 0.75, lr_line(view, 1 / 3)),
-            cause("kl_blowup", 0.4),
-            cause("entropy_collapse", 0.2),
-        ]
+        causes = rank(view, reward_collapse=0.75, kl_blowup=0.4, entropy_collapse=0.2)
         return _finding(f"the reward falls from {top:.3g} to {last:.3g}", causes, reward, "critical", step, **evidence)
     if rises and grown and held_out is None and length is not None:
-        causes = [cause("reward_hacking", 0.35), cause("length_growth", 0.25)]
-        text = f"answers grow from {_ends(length)[0]:.0f} to {_ends(length)[1]:.0f} tokens as the reward rises"
+        causes = rank(view, reward_hacking=0.35, length_growth=0.25)
+        text = f"{growth} as the reward rises"
         unknown = "Without a held-out score the curves cannot tell better answers from longer ones."
-        return Finding.of_causes(
-            text, causes, evidence=evidence, severity="note", step=int(length.steps[-1]), unknown=unknown
-        )
+        return make_finding(text, causes, "note", length.steps[-1], evidence, unknown)
     return None

@@ -62,7 +62,7 @@ LINES: dict[str, dict[str, str]] = {
     },
     "epochs": {
         "hf": "num_train_epochs={}", "yaml": "num_train_epochs: {}", "lightning": "Trainer(max_epochs={})",
-        "megatron": "--train-iters for {} epoch", "nanogpt": "max_iters for {} epoch", "bessemer": "budget: {{epochs: {}}}",
+        "nanogpt": "max_iters for {} epoch", "bessemer": "budget: {{epochs: {}}}",
     },
     "shuffle": {
         "hf": "dataset.shuffle(seed=0) before Trainer, group_by_length=False", "yaml": "group_by_length: false",

@@ -1,6 +1,6 @@
 """What the rules measure on a curve: its noise, level, trend, jumps and outliers.
 
-All of it is robust: medians and absolute deviations, so that one spike does not move the scale that it is compared with.
+All of it is robust, from medians and absolute deviations: one spike does not move the scale that it is compared with.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ import math
 
 import numpy as np
 
-from bessemer.diagnose.rules.config import config_line
+from bessemer.diagnose.rules.causes import make_finding, rank
 from bessemer.diagnose.rules.curve import Curve, trend
-from bessemer.diagnose.rules.loss import lr_line
-from bessemer.diagnose.rules.runbook import cause
 from bessemer.diagnose.rules.view import RunView
 from bessemer.run.finding import Finding
 
@@ -39,13 +37,10 @@ def judge_overfitting(view: RunView) -> Finding | None:
         "best_step": step, "best": round(low, 4), "last": round(last, 4), "training_at_best": round(training, 4),
         "training_last": round(end, 4),
     }  # fmt: skip
-    causes = [
-        cause("overfitting", 0.9, config_line(view.run.format, "best")), cause("validation_mismatch", 0.1),
-        cause("epoch_memorised", 0.2, config_line(view.run.format, "epochs", 1)),
-    ]  # fmt: skip
+    causes = rank(view, overfitting=0.9, validation_mismatch=0.1, epoch_memorised=0.2)
     text = f"held-out loss rises from {low:.3g} (step {step}) to {last:.3g} while training loss falls to {end:.3g}"
     severity = "critical" if rise > 0.3 * abs(low) else "warning"
-    return Finding.of_causes(text, causes, evidence=evidence, severity=severity, step=step)
+    return make_finding(text, causes, severity, step, evidence)
 
 
 def judge_validation_gap(view: RunView) -> list[Finding]:
@@ -64,26 +59,21 @@ def judge_validation_gap(view: RunView) -> list[Finding]:
         "held_out": [round(float(v), 4) for v in held_out.values[-6:]],
         "training": [round(float(v), 4) for v in training[-6:]],
     }
-    line = config_line(view.run.format, "shuffle")
     if jump := _sudden_fall(held_out, loss):
         step, before, after = jump
-        causes = [cause("validation_leak", 0.85), cause("validation_mismatch", 0.15, line)]
+        causes = rank(view, validation_leak=0.85, validation_mismatch=0.15)
         text = f"held-out loss falls at once from {before:.3g} to {after:.3g} at step {step}; training loss does not"
-        return [Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=step)]
+        return [make_finding(text, causes, "warning", step, evidence)]
     if usual < -max(0.08, error) and float(np.mean(late < 0)) > 0.9:
-        causes = [cause("validation_leak", 0.7), cause("validation_mismatch", 0.4), cause("batch_too_small", 0.02)]
+        causes = rank(view, validation_leak=0.7, validation_mismatch=0.4, batch_too_small=0.02)
         text = f"held-out loss is {-usual:.0%} below training loss"
         unknown = "Dropout or augmentation in training alone lowers held-out loss by some per cent."
-        return [
-            Finding.of_causes(
-                text, causes, evidence=evidence, severity="warning", step=int(held_out.steps[-1]), unknown=unknown
-            )
-        ]
+        return [make_finding(text, causes, "warning", held_out.steps[-1], evidence, unknown)]
     first = share[: max(2, len(share) // 3)]
     if float(np.min(first)) > max(0.35, 2 * error) and float(np.max(share)) < 3 * float(np.min(first)) + 0.5:
-        causes = [cause("validation_mismatch", 0.7), cause("overfitting", 0.25, config_line(view.run.format, "best"))]
+        causes = rank(view, validation_mismatch=0.7, overfitting=0.25)
         text = f"held-out loss is {float(np.median(share)):.0%} above training loss from the first evaluation on"
-        return [Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(held_out.steps[0]))]
+        return [make_finding(text, causes, "warning", held_out.steps[0], evidence)]
     return []
 
 
@@ -119,7 +109,8 @@ def judge_epochs(view: RunView) -> Finding | None:
     if loss is None or epochs is None or len(loss) < 32:
         return None
     turns = [
-        int(epochs.steps[i]) for i in range(1, len(epochs)) if math.floor(epochs.values[i] + 1e-6) > math.floor(epochs.values[i - 1] + 1e-6)
+        int(step) for step, now, before in zip(epochs.steps[1:], epochs.values[1:], epochs.values[:-1], strict=True)
+        if math.floor(now + 1e-6) > math.floor(before + 1e-6)
     ]  # fmt: skip
     turns = [step for step in turns if loss.steps[0] < step < loss.steps[-1]]
     if not 1 <= len(turns) <= len(loss) / 12:
@@ -140,13 +131,10 @@ def judge_epochs(view: RunView) -> Finding | None:
     if not falls or float(np.median(falls)) < max(0.03, 3 * error):
         return None
     evidence = {"epoch_starts": turns[:12], "falls": [round(fall, 3) for fall in falls[:12]]}
-    causes = [
-        cause("epoch_memorised", 0.85, config_line(view.run.format, "epochs", 1)),
-        cause("overfitting", 0.3, config_line(view.run.format, "best")), cause("data_ordered", 0.2),
-    ]  # fmt: skip
+    causes = rank(view, epoch_memorised=0.85, overfitting=0.3, data_ordered=0.2)
     text = f"the loss steps down by {float(np.median(falls)):.1%} where epochs start (step {turns[0]})"
     severity = "warning" if float(np.median(falls)) > 0.08 else "note"
-    return Finding.of_causes(text, causes, evidence=evidence, severity=severity, step=turns[0])
+    return make_finding(text, causes, severity, turns[0], evidence)
 
 
 def judge_inside(view: RunView) -> list[Finding]:
@@ -155,32 +143,26 @@ def judge_inside(view: RunView) -> list[Finding]:
     for curve in view.curves_like(r"dead|zero_(share|fraction)|inactive"):
         last = curve.level(0.1)
         if 0.25 < last <= 1 and last > curve.level(0.1, end=False) + 0.1:
-            causes = [cause("dead_units", 0.85, lr_line(view, 1 / 3)), cause("lr_too_high", 0.3, lr_line(view, 1 / 3))]
+            causes = rank(view, dead_units=0.85, lr_too_high=0.3)
             text = f"{curve.name} grows to {last:.0%}"
             findings.append(
-                Finding.of_causes(
-                    text,
-                    causes,
-                    evidence={"first": float(curve.values[0]), "last": last},
-                    severity="warning",
-                    step=int(curve.steps[-1]),
-                )
+                make_finding(text, causes, "warning", curve.steps[-1], {"first": float(curve.values[0]), "last": last})
             )
     experts = view.number("experts")
     for curve in view.curves_like(r"(max|largest).*(expert|load)|(expert|load).*(max|largest)|max_vio"):
         last, rises = curve.level(0.1), trend(curve) > 0.5
         limit = 0.5 if curve.values.max() <= 1 else max(3.0, 0.5 * (experts or 6))
         if last > limit and rises:
-            findings.append(_router_finding(curve, last))
+            findings.append(_router_finding(view, curve, last))
     for curve in view.curves_like(r"router.*entropy|entropy.*router|expert.*entropy"):
         start = curve.level(0.1, end=False)
         if start > 0 and curve.level(0.1) < 0.35 * start:
-            findings.append(_router_finding(curve, curve.level(0.1)))
+            findings.append(_router_finding(view, curve, curve.level(0.1)))
     return findings
 
 
-def _router_finding(curve: Curve, last: float) -> Finding:
-    causes = [cause("router_collapse", 0.85), cause("lr_too_high", 0.25)]
+def _router_finding(view: RunView, curve: Curve, last: float) -> Finding:
+    causes = rank(view, router_collapse=0.85, lr_too_high=0.25)
     evidence = {"first": round(float(curve.values[0]), 4), "last": round(last, 4)}
     text = f"{curve.name} goes from {curve.values[0]:.3g} to {last:.3g}"
-    return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(curve.steps[-1]))
+    return make_finding(text, causes, "warning", curve.steps[-1], evidence)

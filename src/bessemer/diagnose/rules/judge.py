@@ -24,7 +24,9 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "schedule_too_short": frozenset({"plateau"}),
     "overfitting": frozenset({"epoch_memorised", "validation_mismatch"}),
     "data_ordered": frozenset({"batch_too_small", "plateau", "bad_batch"}),
-    "labels_masked": frozenset({"weights_frozen", "gradient_vanishing", "lr_too_low", "validation_mismatch", "batch_too_small"}),
+    "labels_masked": frozenset(
+        {"weights_frozen", "gradient_vanishing", "lr_too_low", "validation_mismatch", "batch_too_small"}
+    ),
     "labels_not_shifted": frozenset({"gradient_vanishing", "epoch_memorised", "batch_too_small"}),
     "memory_leak": frozenset({"step_time_grows"}),
     "slow_data": frozenset({"stragglers", "worker_stall", "slowed_down"}),

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.diagnose.rules.config import config_line
+from bessemer.diagnose.rules.causes import make_finding, rank
 from bessemer.diagnose.rules.curve import Curve, Outlier, find_outliers, find_period, trend
-from bessemer.diagnose.rules.runbook import cause
 from bessemer.diagnose.rules.view import RunView
 from bessemer.guard.losses import band_power
 from bessemer.run.finding import Cause, Finding
@@ -33,21 +32,6 @@ def judge_loss(view: RunView) -> list[Finding]:
     if shape is None:
         findings += [finding for finding in (judge_oscillation(view, loss), judge_plateau(view, loss)) if finding]
     return findings
-
-
-def lr_line(view: RunView, factor: float, step: float | None = None) -> str:
-    """The line that sets the peak rate, multiplied by a factor."""
-    rates = view.curve("lr")
-    peak = view.number("lr") or (float(rates.values.max()) if rates is not None else None)
-    return config_line(view.run.format, "lr", peak * factor if peak else "a third of its value")
-
-
-def warmup_line(view: RunView) -> str:
-    return config_line(view.run.format, "warmup", max(10, round(0.03 * (view.run.total_steps or view.last_step))))
-
-
-def clip_line(view: RunView) -> str:
-    return config_line(view.run.format, "clip", 1.0)
 
 
 def lr_jump(view: RunView, step: float) -> float:
@@ -95,10 +79,14 @@ def judge_nonfinite(view: RunView) -> Finding | None:
     }  # fmt: skip
     causes = _nonfinite_causes(view, series.steps, first, len(finite_after), len(bad), evidence)
     how = "is logged as 0 with a NaN gradient norm" if hidden else "is NaN or infinite"
-    return Finding.of_causes(
-        f"the loss {how} from step {first} on ({len(bad)} of {total} points)", causes, evidence=evidence,
-        severity="critical", step=first, unknown="The curve does not show which tensor became non-finite first.",
-    )  # fmt: skip
+    return make_finding(
+        f"the loss {how} from step {first} on ({len(bad)} of {total} points)",
+        causes,
+        "critical",
+        first,
+        evidence,
+        "The curve does not show which tensor became non-finite first.",
+    )
 
 
 def _nonfinite_causes(
@@ -136,9 +124,7 @@ def _nonfinite_causes(
         scores.update(fp16_overflow=0.85)
     if (view.near_restart(first)) is not None:
         scores.update(weights_damaged=0.5)
-    lines = {"lr_too_high": lr_line(view, 1 / 3), "warmup_missing": warmup_line(view), "nonfinite_input": clip_line(view),
-             "fp16_overflow": config_line(view.run.format, "precision"), "bad_batch": clip_line(view)}  # fmt: skip
-    return [cause(name, score, lines.get(name, "")) for name, score in scores.items() if score >= 0.05]
+    return rank(view, **scores)
 
 
 def has_warmup(view: RunView) -> bool:
@@ -160,28 +146,16 @@ def judge_start(view: RunView) -> list[Finding]:
     zero = loss.values == 0.0
     if zero.mean() > 0.5 and zero[0]:
         evidence = {"zero_points": int(zero.sum()), "points": len(loss)}
-        return [
-            Finding.of_causes(
-                "the loss is exactly 0 from the first step on", [cause("labels_masked", 0.9, length_line(view)), cause("labels_not_shifted", 0.1)],
-                evidence=evidence, severity="critical", step=int(loss.steps[0]),
-            )
-        ]  # fmt: skip
-    if 0.05 < zero.mean():
+        causes = rank(view, labels_masked=0.9, labels_not_shifted=0.1)
+        text = "the loss is exactly 0 from the first step on"
+        return [make_finding(text, causes, "critical", loss.steps[0], evidence)]
+    if zero.mean() > 0.05:
         evidence = {"zero_points": int(zero.sum()), "points": len(loss), "first_step": int(loss.steps[zero][0])}
         norm = view.run.series.get("grad_norm")
         if norm is None or bool(np.isfinite(norm.values).all()):
-            return [
-                Finding.of_causes(
-                    f"the loss is exactly 0 in {zero.mean():.0%} of the points", [cause("labels_masked", 0.85, length_line(view))],
-                    evidence=evidence, severity="critical", step=int(loss.steps[zero][0]),
-                )
-            ]  # fmt: skip
+            text = f"the loss is exactly 0 in {zero.mean():.0%} of the points"
+            return [make_finding(text, rank(view, labels_masked=0.85), "critical", loss.steps[zero][0], evidence)]
     return _judge_first_loss(view, loss) or _judge_no_task(view, loss)
-
-
-def length_line(view: RunView) -> str:
-    context = view.number("context")
-    return config_line(view.run.format, "length", int(2 * context) if context else "a larger limit")
 
 
 def _judge_first_loss(view: RunView, loss: Curve) -> list[Finding]:
@@ -199,18 +173,19 @@ def _judge_first_loss(view: RunView, loss: Curve) -> list[Finding]:
         lasting = loss.level(0.1) > 0.5 * first or (unit > 1 and loss.level(0.1) > 0.1 * first)
         scaled = 0.9 if unit else 0.45 if whole_number else 0.1
         other = 0.9 if not unit and not whole_number else 0.4
-        causes = [
-            cause("initial_loss_above_uniform", other if not unit else 0.15),
-            cause("loss_summed_over_accumulation", scaled if lasting or unit else 0.2),
-            cause("lr_too_high", 0.15, lr_line(view, 1 / 3)),
-        ]
+        causes = rank(
+            view,
+            initial_loss_above_uniform=other if not unit else 0.15,
+            loss_summed_over_accumulation=scaled if lasting or unit else 0.2,
+            lr_too_high=0.15,
+        )
         severity = "critical" if unit or ratio > 1.3 else "warning"
         text = f"the first loss is {first:.3g}, {ratio:.2f} times ln({vocabulary:.0f}) = {uniform:.3g}"
-        return [Finding.of_causes(text, causes, evidence=evidence, severity=severity, step=int(loss.steps[0]))]
+        return [make_finding(text, causes, severity, loss.steps[0], evidence)]
     if accumulation > 1 and early and abs(ratio * accumulation - 1) < SCALES_OF_START:
-        causes = [cause("loss_divided_twice", 0.85), cause("labels_not_shifted", 0.1)]
-        text = f"the first loss is {first:.3g}: ln({vocabulary:.0f}) = {uniform:.3g} divided by the accumulation of {accumulation:.0f}"
-        return [Finding.of_causes(text, causes, evidence=evidence, severity="critical", step=int(loss.steps[0]))]
+        causes = rank(view, loss_divided_twice=0.85, labels_not_shifted=0.1)
+        text = f"the first loss is {first:.3g}: ln({vocabulary:.0f}) over the accumulation of {accumulation:.0f}"
+        return [make_finding(text, causes, "critical", loss.steps[0], evidence)]
     return []
 
 
@@ -225,13 +200,12 @@ def _judge_no_task(view: RunView, loss: Curve) -> list[Finding]:
     if held_out is not None and held_out > max(3 * last, 0.3 * first):
         return []  # memorised, which the rules of validation judge
     sure = 0.85 if held_out is not None else 0.5
-    causes = [cause("labels_not_shifted", sure), cause("epoch_memorised", 0.8 - sure if sure < 0.8 else 0.1)]
-    causes.append(cause("validation_leak", 0.1))
+    causes = rank(view, labels_not_shifted=sure, epoch_memorised=0.8 - sure if sure < 0.8 else 0.1)
     text = f"the loss falls from {first:.3g} to {last:.2g}" + (
         f", held-out loss to {held_out:.2g}" if held_out is not None else ""
     )
     severity = "critical" if held_out is not None else "warning"
-    return [Finding.of_causes(text, causes, evidence=evidence, severity=severity, step=int(loss.steps[-1]))]
+    return [make_finding(text, causes, severity, loss.steps[-1], evidence)]
 
 
 # --- the shape of the curve
@@ -254,7 +228,7 @@ def judge_divergence(view: RunView, loss: Curve) -> Finding | None:
     causes = _rise_causes(view, loss, step, onset, evidence)
     severity = "critical" if rise > max(0.3 * gain, 0.1 * abs(low)) else "warning"
     text = f"the loss rises from {low:.3g} (step {loss.steps[best]}) to {end:.3g} and stays up, from step {step} on"
-    return Finding.of_causes(text, causes, evidence=evidence, severity=severity, step=step)
+    return make_finding(text, causes, severity, step, evidence)
 
 
 def _onset(loss: Curve, smooth: Any, best: int, limit: float) -> int:
@@ -287,10 +261,7 @@ def _rise_causes(view: RunView, loss: Curve, step: int, onset: int, evidence: di
         scores.update(weights_damaged=0.6, lr_too_high=0.4)
     if view.precision == "fp16":
         scores["fp16_overflow"] = 0.3
-    lines = {"lr_too_high": lr_line(view, 1 / 3), "warmup_missing": warmup_line(view), "lr_jump": lr_line(view, 1.0),
-             "schedule_restarted": config_line(view.run.format, "resume"), "diverged": lr_line(view, 0.5),
-             "optimizer_state_lost": config_line(view.run.format, "resume"), "bad_batch": clip_line(view)}  # fmt: skip
-    return [cause(name, score, lines.get(name, "")) for name, score in scores.items()]
+    return rank(view, **scores)
 
 
 def _jump_share(loss: Curve, onset: int) -> float:
@@ -334,11 +305,9 @@ def judge_stuck(view: RunView, loss: Curve) -> Finding | None:
         scores.update(lr_too_high=0.8)
     if view.precision == "bf16" and not hump:
         scores.update(bf16_updates_lost=0.45)
-    lines = {"lr_too_high": lr_line(view, 1 / 3), "lr_too_low": lr_line(view, 10.0),
-             "bf16_updates_lost": config_line(view.run.format, "precision")}  # fmt: skip
-    causes = [cause(name, score, lines.get(name, "")) for name, score in scores.items()]
+    causes = rank(view, **scores)
     text = f"the loss does not fall: {first:.4g} at the start, {last:.4g} after {loss.steps[-1]} steps"
-    return Finding.of_causes(text, causes, evidence=evidence, severity="critical", step=int(loss.steps[-1]))
+    return make_finding(text, causes, "critical", loss.steps[-1], evidence)
 
 
 def _judge_slow(view: RunView, loss: Curve, parts: Any, evidence: dict[str, Any]) -> Finding | None:
@@ -352,15 +321,11 @@ def _judge_slow(view: RunView, loss: Curve, parts: Any, evidence: dict[str, Any]
     if not straight:
         return None
     evidence["share_of_fall_in_first_half"] = round(half / total, 2)
-    causes = [
-        cause("lr_too_low", 0.8, lr_line(view, 10.0)),
-        cause("warmup_missing", 0.02),
-        cause("batch_too_large", 0.15),
-    ]
+    causes = rank(view, lr_too_low=0.8, warmup_missing=0.02, batch_too_large=0.15)
     if view.precision == "bf16":
-        causes.append(cause("bf16_updates_lost", 0.4, config_line(view.run.format, "precision")))
+        causes += rank(view, bf16_updates_lost=0.4)
     text = f"the loss falls along a straight line, by {total / parts[0]:.1%} in {loss.steps[-1]} steps"
-    return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(loss.steps[-1]))
+    return make_finding(text, causes, "warning", loss.steps[-1], evidence)
 
 
 # --- spikes
@@ -384,8 +349,8 @@ def _explain_quick(view: RunView, loss: Curve, outliers: list[Outlier]) -> Findi
     largest = max(outliers, key=lambda outlier: outlier.rise)
     norm = view.curve("grad_norm", 16)
     evidence: dict[str, Any] = {
-        "steps": [outlier.step for outlier in outliers[:20]], "value": round(largest.value, 4), "usual": round(largest.usual, 4),
-        "deviations": round(largest.deviations, 1),
+        "steps": [outlier.step for outlier in outliers[:20]], "value": round(largest.value, 4),
+        "usual": round(largest.usual, 4), "deviations": round(largest.deviations, 1),
     }  # fmt: skip
     scores = {"bad_batch": 0.7, "lr_too_high": 0.2, "weights_damaged": 0.1}
     if norm is not None:
@@ -398,29 +363,25 @@ def _explain_quick(view: RunView, loss: Curve, outliers: list[Outlier]) -> Findi
         scores.update(data_ordered=0.5)
     if len(outliers) > max(6, 0.03 * len(loss)) and not period:
         scores.update(lr_too_high=0.45)
-    lines = {
-        "bad_batch": clip_line(view),
-        "lr_too_high": lr_line(view, 1 / 3),
-        "data_ordered": config_line(view.run.format, "shuffle"),
-    }
-    causes = [cause(name, score, lines.get(name, "")) for name, score in scores.items()]
+    causes = rank(view, **scores)
     times = f"{len(outliers)} times, most at" if len(outliers) > 1 else "at"
-    text = f"the loss jumps to {largest.value:.3g} {times} step {largest.step} (usually {largest.usual:.3g}) and is back at once"
+    text = f"the loss jumps from {largest.usual:.3g} to {largest.value:.3g} {times} step {largest.step} and is back at once"
     severity = "warning" if largest.rise > 0.3 or len(outliers) > 2 else "note"
-    return Finding.of_causes(text, causes, evidence=evidence, severity=severity, step=largest.step)
+    return make_finding(text, causes, severity, largest.step, evidence)
 
 
 def _explain_slow(view: RunView, loss: Curve, outlier: Outlier, outliers: list[Outlier]) -> Finding:
     step = outlier.step
     evidence: dict[str, Any] = {
-        "steps": [other.step for other in outliers[:20]], "value": round(outlier.value, 4), "usual": round(outlier.usual, 4),
+        "steps": [other.step for other in outliers[:20]], "value": round(outlier.value, 4),
+        "usual": round(outlier.usual, 4),
         "deviations": round(outlier.deviations, 1), "share_left_after_five_points": round(outlier.left, 2),
     }  # fmt: skip
     causes = _rise_causes(view, loss, step, outlier.index, evidence)
     built = "builds up" if outlier.built else "jumps"
     text = f"the loss {built} to {outlier.value:.3g} at step {step} (usually {outlier.usual:.3g}) and comes back slowly"
     severity = "critical" if outlier.rise > 1.0 else "warning" if outlier.rise > 0.25 else "note"
-    return Finding.of_causes(text, causes, evidence=evidence, severity=severity, step=step)
+    return make_finding(text, causes, severity, step, evidence)
 
 
 # --- oscillation, plateau
@@ -439,11 +400,9 @@ def judge_oscillation(view: RunView, loss: Curve) -> Finding | None:
         return None
     period = periods[-1] * loss.interval()
     evidence = {"period_steps": round(period, 1), "swing": round(swing, 3), "power": round(min(b[0] for b in bands), 2)}
-    causes = [
-        cause("data_ordered", 0.75, config_line(view.run.format, "shuffle")), cause("lr_too_high", 0.3, lr_line(view, 1 / 3)),
-    ]  # fmt: skip
+    causes = rank(view, data_ordered=0.75, lr_too_high=0.3)
     text = f"the loss swings by {swing:.0%} with a period of {period:.0f} steps"
-    return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(loss.steps[-1]))
+    return make_finding(text, causes, "warning", loss.steps[-1], evidence)
 
 
 def judge_plateau(view: RunView, loss: Curve) -> Finding | None:
@@ -458,13 +417,10 @@ def judge_plateau(view: RunView, loss: Curve) -> Finding | None:
         return None
     if rates is not None and rates.values[-1] < 0.3 * rates.values.max():
         return None
-    causes = [
-        cause("plateau", 0.5, lr_line(view, 0.1)), cause("lr_too_high", 0.35, lr_line(view, 1 / 3)),
-        cause("batch_too_small", 0.2), cause("lr_too_low", 0.1, lr_line(view, 3.0)),
-    ]  # fmt: skip
+    causes = rank(view, plateau=0.5, lr_too_high=0.35, batch_too_small=0.2, lr_too_low=0.1)
     evidence = {"fall_in_second_half": round(fall, 5), "error": round(error, 5), "level": round(half.level(0.25), 4)}
     text = f"the loss has been flat at {half.level(0.25):.3g} since step {half.steps[0]}"
-    return Finding.of_causes(text, causes, evidence=evidence, severity="note", step=int(half.steps[0]))
+    return make_finding(text, causes, "note", half.steps[0], evidence)
 
 
 def judge_gradients(view: RunView) -> list[Finding]:
@@ -476,12 +432,12 @@ def judge_gradients(view: RunView) -> list[Finding]:
     usual, last = float(np.median(parts[1:6])), float(parts[-1])
     evidence = {"usual": usual, "last": last}
     if last > 12 * max(usual, 1e-12) and trend(norm.part(len(norm) // 2)) > 0.6:
-        causes = [cause("gradient_explosion", 0.6, clip_line(view)), cause("lr_too_high", 0.5, lr_line(view, 1 / 3))]
+        causes = rank(view, gradient_explosion=0.6, lr_too_high=0.5)
         text = f"the gradient norm grows from {usual:.3g} to {last:.3g}"
-        return [Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(norm.steps[-1]))]
+        return [make_finding(text, causes, "warning", norm.steps[-1], evidence)]
     high = loss.level(0.1) > 0.5 * float(loss.values[0])
     if last < 1e-3 * usual and high and usual > 0:
-        causes = [cause("gradient_vanishing", 0.7), cause("weights_frozen", 0.3), cause("dead_units", 0.2)]
+        causes = rank(view, gradient_vanishing=0.7, weights_frozen=0.3, dead_units=0.2)
         text = f"the gradient norm shrinks from {usual:.3g} to {last:.3g} while the loss stays high"
-        return [Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(norm.steps[-1]))]
+        return [make_finding(text, causes, "warning", norm.steps[-1], evidence)]
     return []

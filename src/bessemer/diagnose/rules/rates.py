@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.diagnose.rules.config import config_line
+from bessemer.diagnose.rules.causes import make_finding, rank
 from bessemer.diagnose.rules.curve import Curve
-from bessemer.diagnose.rules.loss import has_warmup, lr_line, warmup_line
-from bessemer.diagnose.rules.runbook import cause
+from bessemer.diagnose.rules.loss import has_warmup
 from bessemer.diagnose.rules.view import RunView
 from bessemer.run.finding import Finding
 
@@ -37,10 +36,10 @@ def judge_schedule_end(view: RunView) -> Finding | None:
     if not len(over) or wasted < 0.12 or len(over) < 3:
         return None
     evidence = {"peak": peak, "last_useful_step": last_alive, "end": end, "share_without_rate": round(wasted, 3)}
-    causes = [cause("schedule_too_short", 0.9, config_line(view.run.format, "steps", end))]
-    text = f"the learning rate is below {OVER:.1%} of its peak from step {last_alive} on: {wasted:.0%} of the run is wasted"
+    causes = rank(view, schedule_too_short=0.9)
+    text = f"the learning rate is almost zero from step {last_alive} on: {wasted:.0%} of the run is wasted"
     severity = "critical" if wasted > 0.4 else "warning"
-    return Finding.of_causes(text, causes, evidence=evidence, severity=severity, step=last_alive)
+    return make_finding(text, causes, severity, last_alive, evidence)
 
 
 def judge_schedule_length(view: RunView) -> Finding | None:
@@ -62,13 +61,12 @@ def judge_schedule_length(view: RunView) -> Finding | None:
         "steps": total,
         "warming_up": warming,
     }
-    causes = [cause("schedule_too_long", 0.85 if not warming else 0.6, config_line(view.run.format, "steps", total))]
+    causes = rank(view, schedule_too_long=0.85 if not warming else 0.6)
     if warming:
-        causes.append(cause("warmup_missing", 0.02, text="The warm-up is as long as the run."))
         text = f"the learning rate is still rising at the last step ({last:.2g})"
     else:
         text = f"the run ends with the learning rate at {last / peak:.0%} of its peak, though it decays"
-    return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(rates.steps[-1]))
+    return make_finding(text, causes, "warning", rates.steps[-1], evidence)
 
 
 def judge_warmup(view: RunView) -> Finding | None:
@@ -96,10 +94,10 @@ def judge_warmup(view: RunView) -> Finding | None:
     if start is not None:
         evidence["first_lr_over_peak"] = round(start, 3)
     warm = 0.75 if recovered and not short else 0.55 if recovered else 0.35
-    causes = [cause("warmup_missing", warm, warmup_line(view)), cause("lr_too_high", 1.05 - warm, lr_line(view, 1 / 3))]
+    causes = rank(view, warmup_missing=warm, lr_too_high=1.05 - warm)
     text = f"the loss rises from {first:.3g} to {top:.3g} in the first {loss.steps[top_index]} steps"
     severity = "warning" if top < 2 * first else "critical"
-    return Finding.of_causes(text, causes, evidence=evidence, severity=severity, step=int(loss.steps[top_index]))
+    return make_finding(text, causes, severity, loss.steps[top_index], evidence)
 
 
 def judge_batch(view: RunView) -> Finding | None:
@@ -121,19 +119,14 @@ def judge_batch(view: RunView) -> Finding | None:
     if batch:
         evidence["batch"] = batch
     if share > 0.13:
-        causes = [
-            cause("batch_too_small", 0.75, config_line(view.run.format, "accumulation", int(4 * (view.number("accumulation") or 1)))),
-            cause("lr_too_high", 0.25, lr_line(view, 1 / 3)), cause("data_ordered", 0.15),
-        ]  # fmt: skip
+        causes = rank(view, batch_too_small=0.75, lr_too_high=0.25, data_ordered=0.15)
         text = f"single steps vary by {share:.0%} of the loss"
-        return Finding.of_causes(
-            text, causes, evidence=evidence, severity="note" if share < 0.25 else "warning", step=int(end.steps[0])
-        )
+        return make_finding(text, causes, "note" if share < 0.25 else "warning", end.steps[0], evidence)
     falling = gain > 0.05 * level
     if share < 0.004 and falling and view.last_step < 300 and batch and batch * (context or 1) > 2**14:
-        causes = [cause("batch_too_large", 0.6), cause("lr_too_low", 0.35, lr_line(view, 3.0))]
+        causes = rank(view, batch_too_large=0.6, lr_too_low=0.35)
         text = f"single steps vary by only {share:.2%} of the loss, which still falls after {view.last_step} steps"
-        return Finding.of_causes(text, causes, evidence=evidence, severity="note", step=int(end.steps[0]))
+        return make_finding(text, causes, "note", end.steps[0], evidence)
     return None
 
 
@@ -157,13 +150,10 @@ def judge_loss_scale(view: RunView) -> Finding | None:
         "halvings": round(halvings, 1),
         "skipped_share": round(share, 3),
     }
-    causes = [
-        cause("fp16_overflow", 0.85, config_line(view.run.format, "precision")), cause("lr_too_high", 0.3, lr_line(view, 1 / 3)),
-        cause("nonfinite_input", 0.15),
-    ]  # fmt: skip
+    causes = rank(view, fp16_overflow=0.85, lr_too_high=0.3, nonfinite_input=0.15)
     text = f"the fp16 loss scale falls from {settled.values[top]:.0f} to {last:.3g}"
     severity = "critical" if last <= 1 else "warning"
-    return Finding.of_causes(text, causes, evidence=evidence, severity=severity, step=int(settled.steps[top]))
+    return make_finding(text, causes, severity, settled.steps[top], evidence)
 
 
 # --- restarts
@@ -199,12 +189,11 @@ def _judge_rate_restart(view: RunView, rates: Curve) -> Finding | None:
         evidence = {"step": step, "before": before, "after": now, "restart": at_restart}
         named = "schedule_restarted" if at_restart or down else "lr_jump"
         other = "lr_jump" if named == "schedule_restarted" else "schedule_restarted"
-        lines = {"schedule_restarted": config_line(view.run.format, "resume"), "lr_jump": lr_line(view, 1.0)}
-        causes = [cause(named, 0.85, lines[named]), cause(other, 0.3, lines[other])]
+        causes = rank(view, **{named: 0.85, other: 0.3})
         text = f"the learning rate goes from {before:.2g} to {now:.2g} at step {step}" + (
             ", at a restart" if at_restart else ""
         )
-        return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=step)
+        return make_finding(text, causes, "warning", step, evidence)
     return None
 
 
@@ -217,17 +206,11 @@ def _judge_loss_at_restart(view: RunView, loss: Curve, start: int) -> Finding | 
     later = float(np.median(after.values[:16]))
     evidence = {"restart": start, "before": round(usual, 4), "after": round(first, 4), "noise": round(noise, 5)}
     if first > usual + max(4 * noise, 0.05 * abs(usual)):
-        causes = [
-            cause("optimizer_state_lost", 0.7, config_line(view.run.format, "resume")), cause("weights_damaged", 0.3),
-            cause("schedule_restarted", 0.2, config_line(view.run.format, "resume")),
-        ]  # fmt: skip
+        causes = rank(view, optimizer_state_lost=0.7, weights_damaged=0.3, schedule_restarted=0.2)
         text = f"the loss rises from {usual:.3g} to {first:.3g} at the restart of step {start}"
-        return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=start)
+        return make_finding(text, causes, "warning", start, evidence)
     if later < usual - max(3 * noise, 0.06 * abs(usual)):
-        causes = [
-            cause("data_repeated_at_resume", 0.75, config_line(view.run.format, "resume")),
-            cause("epoch_memorised", 0.3),
-        ]
+        causes = rank(view, data_repeated_at_resume=0.75, epoch_memorised=0.3)
         text = f"the loss falls from {usual:.3g} to {later:.3g} at the restart of step {start}"
-        return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=start)
+        return make_finding(text, causes, "warning", start, evidence)
     return None

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bessemer.run.finding import Cause
-
 
 @dataclass(frozen=True)
 class RunbookEntry:
@@ -17,6 +15,7 @@ class RunbookEntry:
     check: str  # what confirms it or rules it out
     fix: str  # in words; the finding adds a line of the framework's configuration
     setting: str = ""  # what that line sets: a key of `config.LINES`
+    factor: float = 1.0  # on the present value, where it is known
 
 
 RUNBOOK: dict[str, RunbookEntry] = {
@@ -26,7 +25,8 @@ RUNBOOK: dict[str, RunbookEntry] = {
         "Decode the rows of that step. Replay the step from an earlier checkpoint: the same rows spike again.",
         "Remove the rows from the data, or skip the batch and continue from the checkpoint before it.", "clip"),
     "weights_damaged": RunbookEntry(
-        "loss", "The weights or the optimizer's state changed at once (a bad update, memory or a partial load): the loss "
+        "loss", "The weights or the optimizer's state changed at once (a bad update, memory or a partial load): the "
+        "loss "
         "jumps and comes back slowly.",
         "Evaluate the checkpoints before and after the jump on the same batch; compare weights between ranks.",
         "Continue from the last checkpoint before the jump."),
@@ -38,11 +38,11 @@ RUNBOOK: dict[str, RunbookEntry] = {
         "loss", "The loss is summed over the micro-batches of gradient accumulation instead of averaged: it, and the "
         "gradient, are too large by their number.",
         "Run a few steps without accumulation at the same global batch: the loss should not change.",
-        "Divide the loss of each micro-batch by their number (or by the tokens of the global batch).", "accumulation"),
+        "Divide the loss of each micro-batch by their number (or by the tokens of the global batch)."),
     "loss_divided_twice": RunbookEntry(
         "loss", "The loss is divided by the number of micro-batches twice: it, and the gradient, are too small.",
         "Run a few steps without accumulation at the same global batch: the loss should not change.",
-        "Divide once: by the framework or by your code, not by both.", "accumulation"),
+        "Divide once: by the framework or by your code, not by both."),
     "initial_loss_above_uniform": RunbookEntry(
         "loss", "The model starts worse than a uniform guess: the tokenizer is not the model's, the chat template is "
         "wrong, embeddings were resized or initialised with too large a scale.",
@@ -51,7 +51,8 @@ RUNBOOK: dict[str, RunbookEntry] = {
     "labels_masked": RunbookEntry(
         "loss", "All labels are masked (-100), in all rows or in some batches: the mean over no tokens is 0 or NaN.",
         "Count labels that are not -100 in the first batches; print the mask of one row.",
-        "Repair the template's answer markers, or raise the length limit so that answers are not cut off.", "length"),
+        "Repair the template's answer markers, or raise the length limit so that answers are not cut off.",
+        "length", 2.0),
     "labels_not_shifted": RunbookEntry(
         "loss", "The model sees what it has to predict (labels that are not shifted, or a broken mask): the loss falls "
         "to almost zero, held-out loss too.",
@@ -61,15 +62,16 @@ RUNBOOK: dict[str, RunbookEntry] = {
         "loss", "Nothing is trained: the optimizer has other parameters than the model, everything is frozen, or the "
         "rate is zero.",
         "Compare a weight before and after a step; count parameters with requires_grad that the optimizer holds.",
-        "Build the optimizer after the model is wrapped, from its trainable parameters.", "lr"),
+        "Build the optimizer after the model is wrapped, from its trainable parameters."),
     "diverged": RunbookEntry(
         "loss", "The loss rises and stays up, and the curves do not tell why.",
         "Replay from the last good checkpoint with other data, then with half the rate.",
-        "Continue from the last good checkpoint.", "lr"),
+        "Continue from the last good checkpoint.", "lr", 1 / 2),
     "plateau": RunbookEntry(
-        "loss", "The loss has stopped falling while the rate is still high: the model has learned what it can at this rate.",
+        "loss", "The loss has stopped falling while the rate is still high: the model has learned what it can at "
+        "this rate.",
         "Lower the rate by ten from a checkpoint for a few hundred steps: a fall shows that it was the rate.",
-        "Start the decay of the rate now, or use more data or a larger model.", "lr"),
+        "Start the decay of the rate now, or use more data or a larger model.", "lr", 1 / 10),
     "data_ordered": RunbookEntry(
         "data", "The data comes in an order: sorted by length, source or topic, so that the loss follows a cycle.",
         "Compare the period with the size of files or sources; plot the loss per source.",
@@ -87,17 +89,18 @@ RUNBOOK: dict[str, RunbookEntry] = {
         "Search held-out rows in the training data (exact and near duplicates); evaluate with dropout off on both.",
         "Remove the duplicates from the training data and evaluate again on rows that were not seen."),
     "validation_mismatch": RunbookEntry(
-        "data", "Held-out data differs from training data from the start (another tokenizer, template, source or mask).",
+        "data", "Held-out data differs from training data from the start (another tokenizer, template, source or "
+        "mask).",
         "Compute the held-out loss of training rows with the evaluation code: it must equal the training loss.",
         "Prepare both sets with the same code."),
     # --- rates and schedule
     "lr_too_high": RunbookEntry(
         "rates", "The learning rate is too high: the loss rises, oscillates or stays at a high level.",
         "Replay from a checkpoint with a third of the rate, or run a learning-rate range test.",
-        "Lower the peak rate to a third and keep clipping on.", "lr"),
+        "Lower the peak rate to a third and keep clipping on.", "lr", 1 / 3),
     "lr_too_low": RunbookEntry(
         "rates", "The learning rate is too low: the loss falls slowly along a straight line, far from levelling off.",
-        "Run 200 steps with three and ten times the rate.", "Raise the peak rate by three to ten.", "lr"),
+        "Run 200 steps with three and ten times the rate.", "Raise the peak rate by three to ten.", "lr", 10.0),
     "lr_jump": RunbookEntry(
         "rates", "The learning rate jumped during the run.", "Read the rate around that step.",
         "Repair the schedule, and continue from the checkpoint before the jump.", "lr"),
@@ -128,12 +131,12 @@ RUNBOOK: dict[str, RunbookEntry] = {
     "batch_too_small": RunbookEntry(
         "rates", "The batch is small: the noise of single steps is larger than what the model still learns.",
         "Measure the gradient noise scale; double the accumulation from a checkpoint.",
-        "Raise the global batch by accumulation, or lower the rate.", "accumulation"),
+        "Raise the global batch by accumulation, or lower the rate.", "accumulation", 4.0),
     "batch_too_large": RunbookEntry(
         "rates", "The batch is far above the noise: almost all data of a step repeats what the others say, and the run "
         "has few updates.",
         "Measure the gradient noise scale; run with a quarter of the batch at half the rate.",
-        "Lower the global batch and take more steps.", "accumulation"),
+        "Lower the global batch and take more steps."),
     # --- precision and the inside of the model
     "fp16_overflow": RunbookEntry(
         "precision", "fp16 overflows: the loss scale is halved again and again and updates are skipped.",
@@ -145,7 +148,8 @@ RUNBOOK: dict[str, RunbookEntry] = {
         "Keep fp32 master weights (autocast instead of model.bfloat16()), or stochastic rounding.", "precision"),
     "dead_units": RunbookEntry(
         "model", "A growing share of units never fires: their gradients are zero for good.",
-        "Measure activations per layer.", "Lower the rate, use GELU or SiLU, and check the initial scale.", "lr"),
+        "Measure activations per layer.", "Lower the rate, use GELU or SiLU, and check the initial scale.",
+        "lr", 1 / 3),
     "router_collapse": RunbookEntry(
         "model", "The router sends most tokens to few experts; the others are not trained.",
         "Plot the share of tokens per expert and layer.",
@@ -191,12 +195,15 @@ RUNBOOK: dict[str, RunbookEntry] = {
         "Profile ten steps: kernels, gaps, communication, copies.",
         "Larger micro-batches, torch.compile, fused attention, bf16; less recomputation.", "compile"),
     "poor_scaling": RunbookEntry(
-        "speed", "More devices bring much less than their share: communication is not hidden, or the work is too small.",
+        "speed", "More devices bring much less than their share: communication is not hidden, or the work is too "
+        "small.",
         "Measure all-reduce bandwidth; profile communication that does not overlap; compare per-device batches.",
-        "Larger batches per device, overlap, sharding inside a node only, checked links (P2P, InfiniBand).", "accumulation"),
+        "Larger batches per device, overlap, sharding inside a node only, checked links (P2P, InfiniBand).",
+        "accumulation", 4.0),
     # --- preference training
     "reference_mismatch": RunbookEntry(
-        "preference", "The first loss is not ln 2: the reference is not the model that training starts from, or dropout "
+        "preference", "The first loss is not ln 2: the reference is not the model that training starts from, or "
+        "dropout "
         "is on in one of them.",
         "Compute the margin before the first update: it must be 0.",
         "Use the starting weights as the reference and turn dropout off."),
@@ -209,11 +216,12 @@ RUNBOOK: dict[str, RunbookEntry] = {
         "preference", "Pairs are told apart by something trivial (length, format, source): accuracy is 1 within a few "
         "steps.",
         "Sort pairs by length difference; train a classifier on length alone.",
-        "Balance pairs for length and format; lower the rate.", "lr"),
+        "Balance pairs for length and format; lower the rate.", "lr", 1 / 3),
     "margin_without_accuracy": RunbookEntry(
-        "preference", "The margin grows while accuracy does not: few pairs are pushed ever further, labels may be noisy.",
+        "preference", "The margin grows while accuracy does not: few pairs are pushed ever further, labels may be "
+        "noisy.",
         "Look at the distribution of margins; check labels of the pairs with the most negative ones.",
-        "Clean labels, use label smoothing or IPO, raise beta.", "beta"),
+        "Clean labels, use label smoothing or IPO, raise beta.", "beta", 3.0),
     # --- reinforcement learning
     "kl_blowup": RunbookEntry(
         "reinforcement", "The policy runs away from the reference.",
@@ -226,9 +234,10 @@ RUNBOOK: dict[str, RunbookEntry] = {
     "flat_groups": RunbookEntry(
         "reinforcement", "Most groups have equal rewards: they give no gradient.",
         "Plot the pass rate of prompts: too easy, too hard, or a reward that is constant?",
-        "Choose prompts of medium difficulty, more answers per prompt, or dynamic sampling.", "samples"),
+        "Choose prompts of medium difficulty, more answers per prompt, or dynamic sampling.", "samples", 2.0),
     "reward_hacking": RunbookEntry(
-        "reinforcement", "The reward rises by something that is not quality: answers grow with it, held-out scores do not.",
+        "reinforcement", "The reward rises by something that is not quality: answers grow with it, held-out scores "
+        "do not.",
         "Read the answers of highest reward; correlate reward with length; ask another judge.",
         "Repair the reward, penalise length, and continue from before.", "kl"),
     "length_growth": RunbookEntry(
@@ -238,15 +247,16 @@ RUNBOOK: dict[str, RunbookEntry] = {
     "answers_cut": RunbookEntry(
         "reinforcement", "Many answers reach the length limit and are cut before they end.",
         "Read cut answers: do they loop, or are they unfinished? Is the end token right?",
-        "Raise the limit, mask cut answers, and check the end token.", "length"),
+        "Raise the limit, mask cut answers, and check the end token.", "length", 2.0),
     "generator_mismatch": RunbookEntry(
-        "reinforcement", "The generator's probabilities are not the trainer's: other precision, kernels or stale weights.",
+        "reinforcement", "The generator's probabilities are not the trainer's: other precision, kernels or stale "
+        "weights.",
         "Compute log-probabilities of the same answer with both.",
         "Sync weights each round; truncate importance ratios; use the same precision.", "importance"),
     "reward_collapse": RunbookEntry(
         "reinforcement", "The reward falls and stays down: an update broke the policy.",
         "Read samples before and after; look at KL, entropy and the gradient norm at the fall.",
-        "Continue from the checkpoint before, with a lower rate.", "lr"),
+        "Continue from the checkpoint before, with a lower rate.", "lr", 1 / 3),
 }  # fmt: skip
 
 FAMILIES = {
@@ -256,17 +266,11 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def cause(name: str, confidence: float, fix: str = "", text: str = "") -> Cause:
-    """A cause of the table. `fix` is a line for the framework; it follows the fix in words."""
-    entry = RUNBOOK[name]
-    return Cause(name, text or entry.text, round(confidence, 2), entry.check, f"{entry.fix} {fix}".strip())
-
-
 def runbook_markdown() -> str:
     lines = [
         "# Runbooks", "",
-        "The causes that `bessemer diagnose` names for a run's curves, with what confirms each and what repairs it. The",
-        "identifiers are the `rule` of findings. Written by `python -m bessemer.diagnose.rules.runbook`.",
+        "The causes that `bessemer diagnose` names for a run's curves: what confirms each, and what repairs it.",
+        "The identifiers are the `rule` of findings. Written by `python -m bessemer.diagnose.rules.runbook`.",
     ]  # fmt: skip
     for family, title in FAMILIES.items():
         lines += ["", f"## {title}"]

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.diagnose.rules.config import config_line
+from bessemer.diagnose.rules.causes import make_finding, rank
 from bessemer.diagnose.rules.curve import Curve, find_level_shift, find_period, trend
-from bessemer.diagnose.rules.runbook import cause
 from bessemer.diagnose.rules.view import RunView
 from bessemer.observe.foreign.series import ForeignRun, Series
 from bessemer.run.finding import Finding
@@ -50,13 +49,9 @@ def judge_waiting(view: RunView, times: Curve | None) -> Finding | None:
     if share < 0.1 or wait < MIN_DELAY_S / 4:
         return None
     evidence = {"data_wait_s": round(wait, 4), "step_s": round(step, 4), "share": round(share, 3)}
-    workers = int(view.number("workers") or 0)
-    causes = [
-        cause("slow_data", 0.9, config_line(view.run.format, "workers", max(4, 2 * workers))),
-        cause("slowed_down", 0.1),
-    ]
+    causes = rank(view, slow_data=0.9, slowed_down=0.1)
     text = f"steps wait for data {share:.0%} of the time ({wait * 1000:.0f} of {step * 1000:.0f} ms)"
-    return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(waits.steps[0]))
+    return make_finding(text, causes, "warning", waits.steps[0], evidence)
 
 
 def judge_stalls(view: RunView, times: Curve) -> Finding | None:
@@ -71,26 +66,23 @@ def judge_stalls(view: RunView, times: Curve) -> Finding | None:
     large = times.values > usual + 0.5 * float(np.median(times.values[slow] - usual))
     period = find_period(steps) or find_period(times.steps[large])
     evidence: dict[str, Any] = {
-        "usual_s": round(usual, 4), "slow_s": round(float(np.median(times.values[slow])), 4), "steps": [int(s) for s in steps[:12]],
-        "share_of_time": round(lost, 3), "period": period,
+        "usual_s": round(usual, 4), "slow_s": round(float(np.median(times.values[slow])), 4),
+        "steps": [int(s) for s in steps[:12]], "share_of_time": round(lost, 3), "period": period,
     }  # fmt: skip
-    line = config_line(view.run.format, "save", period * 4 if period else "")
     workers = int(view.number("workers") or 0)
     if period and lost > 0.08:
         bursts = period == workers or (workers == 0 and period <= 4)
-        causes = [
-            cause("periodic_stall", 0.35 if bursts else 0.85, line),
-            cause("worker_stall", 0.7 if bursts else 0.2, config_line(view.run.format, "workers", max(4, 2 * workers))),
-            cause("stragglers", 0.1),
-        ]  # fmt: skip
+        causes = rank(
+            view, periodic_stall=0.35 if bursts else 0.85, worker_stall=0.7 if bursts else 0.2, stragglers=0.1
+        )
         text = (
             f"every {period} steps one takes {evidence['slow_s']:.3g} s (usually {usual:.3g} s): {lost:.0%} of the time"
         )
-        return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(steps[0]))
+        return make_finding(text, causes, "warning", steps[0], evidence)
     if lost > 0.2 and len(steps) >= 4:
-        causes = [cause("stragglers", 0.6), cause("slow_data", 0.35), cause("periodic_stall", 0.2, line)]
+        causes = rank(view, stragglers=0.6, slow_data=0.35, periodic_stall=0.2)
         text = f"{len(steps)} steps take {evidence['slow_s']:.3g} s (usually {usual:.3g} s): {lost:.0%} of the time"
-        return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(steps[0]))
+        return make_finding(text, causes, "warning", steps[0], evidence)
     return None
 
 
@@ -105,11 +97,11 @@ def judge_growth(view: RunView, times: Curve) -> Finding | None:
     memory = view.curve("memory_bytes", 8)
     grows = memory is not None and memory.values[-1] > 1.1 * memory.level(0.1, end=False)
     evidence = {"first_s": round(float(parts[0]), 4), "last_s": round(float(parts[-1]), 4), "memory_grows": grows}
-    causes = [cause("step_time_grows", 0.8), cause("memory_leak", 0.6 if grows else 0.2), cause("slowed_down", 0.15)]
+    causes = rank(view, step_time_grows=0.8, memory_leak=0.6 if grows else 0.2, slowed_down=0.15)
     text = (
         f"a step takes {parts[-1]:.3g} s at the end, {growth:.1f} times as long as at the start, and grows all the time"
     )
-    return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(times.steps[-1]))
+    return make_finding(text, causes, "warning", times.steps[-1], evidence)
 
 
 def judge_shift(view: RunView, times: Curve) -> Finding | None:
@@ -121,9 +113,9 @@ def judge_shift(view: RunView, times: Curve) -> Finding | None:
     if after < 1.4 * before or after - before < MIN_DELAY_S:
         return None
     evidence = {"before_s": round(before, 4), "after_s": round(after, 4), "step": int(times.steps[at])}
-    causes = [cause("slowed_down", 0.7), cause("slow_data", 0.2), cause("step_time_grows", 0.1)]
+    causes = rank(view, slowed_down=0.7, slow_data=0.2, step_time_grows=0.1)
     text = f"a step takes {after:.3g} s from step {times.steps[at]} on, {before:.3g} s before"
-    return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(times.steps[at]))
+    return make_finding(text, causes, "warning", times.steps[at], evidence)
 
 
 def judge_memory(view: RunView) -> Finding | None:
@@ -137,8 +129,8 @@ def judge_memory(view: RunView) -> Finding | None:
         return None
     evidence = {"first_bytes": float(parts[0]), "last_bytes": float(parts[-1]), "growth": round(growth, 2)}
     text = f"memory grows all the time, from {parts[0] / 2**20:.0f} to {parts[-1] / 2**20:.0f} MiB"
-    causes = [cause("memory_leak", 0.85), cause("step_time_grows", 0.1)]
-    return Finding.of_causes(text, causes, evidence=evidence, severity="warning", step=int(memory.steps[-1]))
+    causes = rank(view, memory_leak=0.85, step_time_grows=0.1)
+    return make_finding(text, causes, "warning", memory.steps[-1], evidence)
 
 
 def judge_utilisation(view: RunView) -> Finding | None:
@@ -152,14 +144,9 @@ def judge_utilisation(view: RunView) -> Finding | None:
     if not 0 < value < 0.25 or not (on_device or value > 0.03):
         return None
     evidence = {"mfu": round(value, 4), "device": device}
-    causes = [
-        cause("low_mfu", 0.7, config_line(view.run.format, "compile")), cause("slow_data", 0.3, config_line(view.run.format, "workers", 8)),
-        cause("poor_scaling", 0.3 if (view.number("devices") or 1) > 8 else 0.1),
-    ]  # fmt: skip
+    causes = rank(view, low_mfu=0.7, slow_data=0.3, poor_scaling=0.3 if (view.number("devices") or 1) > 8 else 0.1)
     severity = "warning" if value < 0.15 else "note"
-    return Finding.of_causes(
-        f"MFU is {value:.1%}", causes, evidence=evidence, severity=severity, step=int(mfu.steps[-1])
-    )
+    return make_finding(f"MFU is {value:.1%}", causes, severity, mfu.steps[-1], evidence)
 
 
 def judge_scaling(one: ForeignRun, many: ForeignRun) -> Finding | None:
@@ -174,7 +161,6 @@ def judge_scaling(one: ForeignRun, many: ForeignRun) -> Finding | None:
     if gain > 0.8 * ideal:
         return None
     evidence = {"devices": devices, "tokens_per_s": [round(before), round(after)], "efficiency": round(gain / ideal, 3)}
-    line = config_line(many.format, "accumulation", int(4 * (views[1].number("accumulation") or 1)))
-    causes = [cause("poor_scaling", 0.8, line), cause("slow_data", 0.3), cause("stragglers", 0.25)]
+    causes = rank(views[1], poor_scaling=0.8, slow_data=0.3, stragglers=0.25)
     text = f"{devices[1]:.0f} devices are {gain:.1f} times as fast as {devices[0]:.0f}, not {ideal:.0f} times"
-    return Finding.of_causes(text, causes, evidence=evidence, severity="warning" if gain < 0.6 * ideal else "note")
+    return make_finding(text, causes, "warning" if gain < 0.6 * ideal else "note", 0, evidence)

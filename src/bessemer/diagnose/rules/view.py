@@ -14,7 +14,7 @@ from bessemer.observe.foreign.series import ForeignRun
 # Meaning -> names that frameworks give it, the last part of a dotted key in lower case with underscores.
 SETTINGS = {
     "vocabulary": ("vocab_size", "padded_vocab_size", "vocabulary", "n_vocab", "vocab"),
-    "accumulation": ("gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulation", "grad_accum_steps"),
+    "accumulation": ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"),
     "batch": ("global_batch_size", "train_batch_size", "batch_size", "per_device_train_batch_size",
               "train_micro_batch_size_per_gpu", "local_batch_size", "device_batch_size"),
     "context": ("block_size", "seq_length", "seq_len", "max_seq_len", "context", "context_length", "max_length"),
@@ -28,6 +28,7 @@ SETTINGS = {
     "optimizer": ("optim", "optimizer", "optimizer_name", "optimizer_type"),
     "beta": ("beta", "dpo_beta"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "experts"),
+    "answer_limit": ("max_completion_length", "max_response_length", "max_new_tokens", "max_tokens"),
     "samples": ("num_generations", "n_samples_per_prompt", "samples", "rollout_n"),
 }  # fmt: skip
 CASES = {"fp16": ("fp16", "float16", "half", "16-mixed", "16"), "bf16": ("bf16", "bfloat16", "bf16-mixed", "bf16-true")}
