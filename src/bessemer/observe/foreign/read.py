@@ -1,0 +1,135 @@
+"""Reads a run that another framework wrote, whatever its format: `read(path)`.
+
+    trainer_state.json, or a checkpoint or output folder of Hugging Face's Trainer
+    CSV with a step column: Lightning's CSVLogger, exports of W&B and TensorBoard, any other
+    JSON lines with a step: LLaMA-Factory, ms-swift, verl, any other
+    plain logs, recognised by the shape of their lines, see log_shapes.py
+    run folders of Bessemer
+
+Every reader makes one pass over its file. Nothing is unpickled or executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from bessemer.errors import UserError
+from bessemer.observe.foreign.hf_trainer import STATE, find_state, read_trainer_state
+from bessemer.observe.foreign.journals import is_run_folder, read_run_folder
+from bessemer.observe.foreign.logs import LOG_FORMATS, log_format, read_log
+from bessemer.observe.foreign.names import step_column
+from bessemer.observe.foreign.series import ForeignRun
+from bessemer.observe.foreign.tables import csv_header, read_csv, read_jsonl, record_step
+
+Reader = Callable[[Path], list[ForeignRun]]
+FORMATS = (STATE, "CSV with a step column", "JSON lines with a step", "a Bessemer run folder")
+LOOKED_FOR = f"{', '.join(FORMATS)}, or a log of {', '.join(LOG_FORMATS)}"
+HEAD_BYTES = 1 << 16
+LOG_SUFFIXES = {".log", ".txt", ".out", ".err", ""}
+MOST_FILES = 2000
+DEPTH = 4
+
+
+def recognise(path: Path) -> str | None:
+    """The format of a file or folder; None for an unknown one. Reads a log until it has seen enough of its lines."""
+    reader = _reader(path)
+    return reader[0] if reader else None
+
+
+def read(path: Path) -> list[ForeignRun]:
+    """The runs in a file or folder. UserError names what was looked for if there is none."""
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder")
+    try:
+        reader = _reader(path)
+        runs = reader[1](path) if reader else []
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+    if not runs:
+        raise UserError(f"{path}: not a run in a known format; looked for {LOOKED_FOR}")
+    return runs
+
+
+def _reader(path: Path) -> tuple[str, Reader] | None:
+    return _folder_reader(path) if path.is_dir() else _file_reader(path)
+
+
+def _folder_reader(path: Path) -> tuple[str, Reader] | None:
+    if is_run_folder(path):
+        return "bessemer", read_run_folder
+    state = find_state(path)
+    if state is not None:
+        return "hf_trainer", lambda _: read_trainer_state(state)
+    parts = list(_parts(path, DEPTH))
+    if not parts:
+        return None
+    formats = {format for _, format, _ in parts}
+    # The same numbers often lie there twice: tables and states are exact, logs are rounded.
+    is_exact = any(format not in LOG_FORMATS for format in formats)
+    parts = [part for part in parts if not is_exact or part[1] not in LOG_FORMATS]
+    return "+".join(sorted({format for _, format, _ in parts})), lambda _: [
+        run for part, _, reader in parts for run in reader(part)
+    ]
+
+
+def _parts(folder: Path, depth: int) -> list[tuple[Path, str, Reader]]:
+    """The runs of a folder's files and folders."""
+    parts: list[tuple[Path, str, Reader]] = []
+    for path in sorted(folder.iterdir())[:MOST_FILES]:
+        if path.name.startswith(".") or path.is_symlink():
+            continue
+        if path.is_dir():
+            if is_run_folder(path):
+                parts.append((path, "bessemer", read_run_folder))
+            elif (state := find_state(path)) is not None:
+                parts.append((state, "hf_trainer", read_trainer_state))
+            elif depth:
+                parts += _parts(path, depth - 1)
+        elif reader := _file_reader(path):
+            parts.append((path, *reader))
+    return parts
+
+
+def _file_reader(path: Path) -> tuple[str, Reader] | None:
+    if path.name == STATE:
+        return "hf_trainer", read_trainer_state
+    suffix = path.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        header = csv_header(path)
+        return ("csv", read_csv) if header and step_column(header[0]) else None
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    if suffix == ".json":
+        return ("hf_trainer", read_trainer_state) if b'"log_history"' in head or _has_history(path) else None
+    if suffix in (".jsonl", ".ndjson") or head[:1] == b"{":
+        if _has_step_records(head):
+            return "jsonl", read_jsonl
+    if suffix in LOG_SUFFIXES and b"\0" not in head[:1024]:
+        format = log_format(path)
+        if format:
+            return format, lambda log: read_log(log, format)
+        header = csv_header(path)
+        return ("csv", read_csv) if header and step_column(header[0]) else None
+    return None
+
+
+def _has_history(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - HEAD_BYTES))
+        return b'"log_history"' in file.read()
+
+
+def _has_step_records(head: bytes) -> bool:
+    """Whether one of the first JSON lines has a step."""
+    for line in head.split(b"\n")[:200]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record_step(record):
+            return True
+    return False
