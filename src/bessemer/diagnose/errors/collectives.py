@@ -44,8 +44,8 @@ def judge_timeouts(log: LogText) -> list[Finding]:
     }
     silent = sorted(set(range(world)) - set(waiting))
     causes = _timeout_causes(sequences, calls, silent)
-    unknown = "" if len(waiting) > 1 else "Only one rank's message is in this log; the others' would tell who was "
-        "behind."
+    alone = "Only one rank's message is in this log; the others' would tell who was behind."
+    unknown = alone if len(waiting) == 1 else ""
     return [
         Finding.of_causes(
             f"{symptom} on ranks {format_ranks(sorted(waiting))}", causes, evidence=evidence, severity="critical",
@@ -123,7 +123,6 @@ def _judge_group(name: str, ranks: dict[int, dict[int, dict[str, Any]]], dumped:
         return None
     stuck = min(open_sequences)
     at = {rank: entries[stuck] for rank, entries in ranks.items() if stuck in entries}
-    absent = sorted(rank for rank in ranks if stuck not in at or rank not in at)
     absent = sorted(rank for rank in ranks if rank not in at)
     states = Counter(str(entry.get("state")) for entry in at.values())
     operations = {str(entry.get("profiling_name")) for entry in at.values()}
@@ -131,7 +130,9 @@ def _judge_group(name: str, ranks: dict[int, dict[int, dict[str, Any]]], dumped:
     not_started = sorted(rank for rank, entry in at.items() if entry.get("state") == "scheduled")
     example = next(iter(at.values()))
     frames = [frame for frame in example.get("frames") or [] if "site-packages" not in str(frame.get("filename"))]
-    evidence: dict[str, Any] = {"group": name, "sequence": stuck, "operation": sorted(operations), "states": dict(states)}
+    evidence: dict[str, Any] = {
+        "group": name, "sequence": stuck, "operation": sorted(operations), "states": dict(states)
+    }  # fmt: skip
     if frames:
         evidence["code"] = f"{frames[0].get('filename')}:{frames[0].get('line')}"
     if len(operations) > 1 or len(shapes) > 1:
@@ -168,11 +169,10 @@ _OTHERS = re.compile(r"Failures:\n([\s\S]*?)Root Cause")
 
 def judge_launcher(log: LogText) -> list[Finding]:
     """torchrun's table of failures: the rank that failed first."""
-    table = None
-    for table in _TABLE.finditer(log.text):
-        pass
-    if table is None:
+    tables = list(_TABLE.finditer(log.text))
+    if not tables:
         return []
+    table = tables[-1]
     row = {name: value.strip() for name, value in _ROW.findall(table["body"])}
     rank = re.match(r"\d+", row.get("rank", ""))
     code = re.match(r"-?\d+", row.get("exitcode", ""))
@@ -188,8 +188,7 @@ def judge_launcher(log: LogText) -> list[Finding]:
         "torchrun --log-dir logs --redirects 3 --tee 3 ...; `@record` of torch.distributed.elastic on main writes its "
         "error into this table.",
     )  # fmt: skip
-    unknown = f"The table itself holds no traceback: {row.get('traceback', "
-        f"'')}" if row.get("error_file") == "<N/A>" else ""
+    unknown = "The table holds no traceback of that rank." if row.get("error_file") == "<N/A>" else ""
     return [
         Finding.of_causes(f"torchrun: rank {row.get('rank', '?')} failed first", [cause], evidence=evidence,
                           severity="critical", unknown=unknown)

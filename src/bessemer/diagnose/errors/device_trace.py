@@ -1,4 +1,4 @@
-"""torch.profiler traces (Chrome's JSON) of any framework: idle GPU, exposed communication, data loading, small kernels."""
+"""torch.profiler traces of any framework: idle GPU, exposed communication, data loading, small kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _length(intervals: list[Interval]) -> float:
 
 
 def _events(content: dict[str, Any]) -> list[tuple[str, str, Interval]]:
-    """(category, name, interval) of the complete events; a trace that was cut off has malformed ones, which are left out."""
+    """(category, name, interval) of the complete events; malformed ones are left out."""
     events = []
     for event in content["traceEvents"]:
         if not isinstance(event, dict) or event.get("ph") != "X":
@@ -131,7 +131,8 @@ def _idle_causes(shares: dict[str, float]) -> list[Cause]:
     if shares["synchronizations"] > 20 * max(1.0, shares["seconds"]):
         causes.append(
             Cause("host_synchronisation", f"{shares['synchronizations']:,.0f} synchronisations in "
-                  f"{shares['seconds']:.3g} s stop the host until the GPU is done.", 0.5, "`torch.cuda.set_sync_debug_mode('warn')` names the lines.",
+                  f"{shares['seconds']:.3g} s stop the host until the GPU is done.", 0.5,
+                  "`torch.cuda.set_sync_debug_mode('warn')` names the lines.",
                   "Collect losses on the GPU, and read them every 10 steps.")
         )  # fmt: skip
     return causes

@@ -18,13 +18,10 @@ _LOST = re.compile(
 RESTART = "Restart the job; the GPU needs nothing."
 WATCH = "The job may go on; count the events of this GPU, and reset it at the next pause: nvidia-smi --gpu-reset -i BUS"
 RESET = "End the jobs on it, then nvidia-smi --gpu-reset -i BUS; resume from the last checkpoint."
-DRAIN = "Drain the node; nvidia-smi --gpu-reset -i BUS, then dcgmi diag -r 3. Resume on another node from the "
-    "checkpoint."
+DRAIN = "Drain the node; nvidia-smi --gpu-reset -i BUS, then dcgmi diag -r 3. Resume from the checkpoint elsewhere."
 REBOOT = "Drain and reboot the node; if it comes back, reseat or replace the GPU."
-LINKS = "nvidia-smi nvlink -e -i BUS; restart nvidia-fabricmanager, reset the GPUs of the node, and replace what "
-    "fails again."
-_REMAP = "nvidia-smi -q -d ECC,ROW_REMAPPER -i BUS: a remapping failure, or more than 4 uncorrectable SRAM errors: "
-    "replace."
+LINKS = "nvidia-smi nvlink -e -i BUS; restart nvidia-fabricmanager, reset the node's GPUs; replace what fails again."
+_REMAP = "nvidia-smi -q -d ECC,ROW_REMAPPER -i BUS: replace it after a remapping failure or over 4 SRAM errors."
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 _PREFIX = re.compile(r"\s*(?:\[[a-z_]+?(?P<rank>\d+)\]:\s?|\([\w.:-]+ pid=\d+(?:, ip=[\d.]+)?\)\s?)")
 _STEP = re.compile(
     r"\b(?:global_)?(?:step|iter|iteration)s?['\"]?\s*[:=]?\s*(\d{1,9})\b(?!\.\d)|\b(\d{1,9})/\d{1,9} "
-    r"\[\d", re.IGNORECASE
+    r"\[\d",
+    re.IGNORECASE,
 )
 _STEP_REACH = 200_000  # characters before an error in which its step is looked for
 _TRACEBACK = re.compile(
@@ -78,10 +79,8 @@ class LogText:
 
     def step_before(self, offset: int) -> int | None:
         """The last step that the log printed before an offset."""
-        last = None
-        for last in _STEP.finditer(self.text, max(0, offset - _STEP_REACH), offset):
-            pass
-        return int(last[1] or last[2]) if last else None
+        steps = _STEP.findall(self.text, max(0, offset - _STEP_REACH), offset)
+        return int(steps[-1][0] or steps[-1][1]) if steps else None
 
     @cached_property
     def errors(self) -> list[RaisedError]:

@@ -1,4 +1,4 @@
-"""CUDA out of memory: which part of the memory is to blame, from the numbers of the message and from where it was raised.
+"""CUDA out of memory: what fills the memory, from the numbers of the message and the place it was raised at.
 
 The forms: before torch 2.1 `(GPU 0; 8.00 GiB total capacity; 6.1 GiB already allocated; ...)`, since then sentences.
 """
@@ -14,8 +14,10 @@ from bessemer.run.finding import Cause, Finding
 
 _SIZE = r"([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)"
 _GIB = {"bytes": 2**-30, "B": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0, "TiB": 2.0**10}
-_START = re.compile(rf"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate "
-    rf"{_SIZE}[^\n]*(?:\n(?!\s*File|Traceback)[^\n]*){{0,3}}")
+_START = re.compile(
+    rf"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate "
+    rf"{_SIZE}[^\n]*(?:\n(?!\s*File|Traceback)[^\n]*){{0,3}}"
+)
 _FIELDS = {
     "total": (rf"total capac(?:i)?ty of {_SIZE}", rf"; {_SIZE} total capacity"),
     "free": (rf"of which {_SIZE} is free", rf"; {_SIZE} free;"),

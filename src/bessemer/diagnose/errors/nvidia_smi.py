@@ -9,7 +9,9 @@ from typing import Any
 from bessemer.diagnose.errors.log_text import LogText
 from bessemer.run.finding import Cause, Finding
 
-_DEVICE = re.compile(r"^\|\s+(?P<index>\d+)\s+(?P<name>\S.*?)\s+(?:On|Off|N/A)\s+\|.*\|\s*(?P<ecc>\d+|N/A|Off|\d+\*?)\s*\|$")
+_DEVICE = re.compile(
+    r"^\| +(?P<index>\d+) +(?P<name>\S.*?) +(?:On|Off|N/A) +\|.*\| *(?P<ecc>\d+\*?|N/A|Off) *\|$"
+)
 _LOAD = re.compile(
     r"^\|\s*(?:N/A|\d+%|ERR!)\s+(?P<temperature>\d+)C\s+P\d+\s+(?P<power>\d+)W\s*/\s*(?P<limit>\d+)W\s*\|\s*"
     r"(?P<used>\d+)MiB\s*/\s*(?P<total>\d+)MiB\s*\|\s*(?P<utilization>\d+)%"
@@ -47,9 +49,9 @@ def judge_smi(log: LogText) -> list[Finding]:
     devices, processes = _read_table(log.lines)
     findings = [*_judge_table(devices), *_judge_processes(processes)] if devices else []
     sections = list(_SECTION.finditer(log.text))
-    for section, following in zip(sections, [*sections[1:], None], strict=True):
-        part = log.text[section.start() : following.start() if following else len(log.text)]
-        findings += _judge_section(section["bus"], part)
+    ends = [*(section.start() for section in sections[1:]), len(log.text)]
+    for section, end in zip(sections, ends if sections else [], strict=True):
+        findings += _judge_section(section["bus"], log.text[section.start() : end])
     return findings
 
 
@@ -90,18 +92,25 @@ def _judge_table(devices: list[SmiDevice]) -> list[Finding]:
                               unknown=unknown)
         )  # fmt: skip
     if idle := [device.index for device in devices if not device.busy] if busy else []:
-        cause = Cause("idle_gpus", "The run does not use them: fewer processes than GPUs, or "
-                      "CUDA_VISIBLE_DEVICES.", 0.7,
-                      "`echo $CUDA_VISIBLE_DEVICES`; `--nproc_per_node`.", f"torchrun --nproc_per_node={len(devices)} "
-                      f"...")
+        cause = Cause(
+            "idle_gpus",
+            "The run does not use them: fewer processes than GPUs, or CUDA_VISIBLE_DEVICES.",
+            0.7,
+            "`echo $CUDA_VISIBLE_DEVICES`; `--nproc_per_node`.",
+            f"torchrun --nproc_per_node={len(devices)} ...",
+        )
         findings.append(
             Finding.of_causes(f"{len(idle)} of {len(devices)} GPUs are not in use", [cause], evidence={"gpus": idle},
                               severity="note")
         )  # fmt: skip
     if hot := [device for device in busy if device.temperature >= HOT_C]:
-        cause = Cause("heat", "Cooling does not keep up; the clocks fall above about 85 °C.", 0.8,
-                      "`nvidia-smi -q -d PERFORMANCE`: HW or SW Thermal Slowdown active?", "Fans, air flow, power "
-                      "limit.")
+        cause = Cause(
+            "heat",
+            "Cooling does not keep up; the clocks fall above about 85 °C.",
+            0.8,
+            "`nvidia-smi -q -d PERFORMANCE`: HW or SW Thermal Slowdown active?",
+            "Fans, air flow, power limit.",
+        )
         findings.append(
             Finding.of_causes(f"GPU {hot[0].index} is at {hot[0].temperature} °C", [cause],
                               evidence={"temperature": {d.index: d.temperature for d in hot}}, severity="warning")
@@ -109,9 +118,14 @@ def _judge_table(devices: list[SmiDevice]) -> list[Finding]:
     limits = {device.limit for device in devices}
     if len(limits) > 1 and len({device.name for device in devices}) == 1:
         low = [device.index for device in devices if device.limit == min(limits)]
-        cause = Cause("power_limit", f"GPU {low[0]} is limited to {min(limits)} W, others to {max(limits)} W: the "
-                      f"slowest rank sets the pace of all.", 0.85, "`nvidia-smi -q -d POWER`.", f"nvidia-smi -i "
-                      f"{low[0]} -pl {max(limits)}")
+        cause = Cause(
+            "power_limit",
+            f"GPU {low[0]} is limited to {min(limits)} W, others to {max(limits)} W: the "
+            f"slowest rank sets the pace of all.",
+            0.85,
+            "`nvidia-smi -q -d POWER`.",
+            f"nvidia-smi -i {low[0]} -pl {max(limits)}",
+        )
         findings.append(
             Finding.of_causes("the GPUs have different power limits", [cause], evidence={"limits_w": sorted(limits)},
                               severity="warning")
@@ -189,10 +203,13 @@ def _judge_section(bus: str, part: str) -> list[Finding]:
         findings.append(_ecc(bus, errors))
     if _value(part, "Pending", "Remapped Rows") == "Yes" or _value(part, "Remapping Failure Occurred") == "Yes":
         failed = _value(part, "Remapping Failure Occurred") == "Yes"
-        cause = Cause("row_remap_failure" if failed else "row_remap_pending", "A memory row could not be "
-              "remapped." if failed
-                      else "A memory row waits for its remapping.", 0.9, "`nvidia-smi -q -d ROW_REMAPPER`.",
-                      "Replace the GPU." if failed else f"nvidia-smi --gpu-reset -i {bus}, with no process on it.")
+        cause = Cause(
+            "row_remap_failure" if failed else "row_remap_pending",
+            "A memory row could not be remapped." if failed else "A memory row waits for its remapping.",
+            0.9,
+            "`nvidia-smi -q -d ROW_REMAPPER`.",
+            "Replace the GPU." if failed else f"nvidia-smi --gpu-reset -i {bus}, with no process on it.",
+        )
         findings.append(Finding.of_causes(f"GPU {bus}: {cause.text[:-1].lower()}", [cause], evidence={"gpu": bus},
                                           severity="critical" if failed else "warning"))  # fmt: skip
     return findings
