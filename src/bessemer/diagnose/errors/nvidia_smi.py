@@ -9,9 +9,7 @@ from typing import Any
 from bessemer.diagnose.errors.log_text import LogText
 from bessemer.run.finding import Cause, Finding
 
-_DEVICE = re.compile(
-    r"^\| +(?P<index>\d+) +(?P<name>\S.*?) +(?:On|Off|N/A) +\|.*\| *(?P<ecc>\d+\*?|N/A|Off) *\|$"
-)
+_DEVICE = re.compile(r"^\| +(?P<index>\d+) +(?P<name>\S.*?) +(?:On|Off|N/A) +\|.*\| *(?P<ecc>\d+\*?|N/A|Off) *\|$")
 _LOAD = re.compile(
     r"^\|\s*(?:N/A|\d+%|ERR!)\s+(?P<temperature>\d+)C\s+P\d+\s+(?P<power>\d+)W\s*/\s*(?P<limit>\d+)W\s*\|\s*"
     r"(?P<used>\d+)MiB\s*/\s*(?P<total>\d+)MiB\s*\|\s*(?P<utilization>\d+)%"

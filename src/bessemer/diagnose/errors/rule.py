@@ -50,12 +50,12 @@ class ErrorRule:
         first = next(matches, None)
         if first is None or (self.unless and _compiled(self.unless).search(log.text)):
             return None
-        groups = {name: value.strip() for name, value in first.groupdict().items() if value}
+        groups = {name: (value or "").strip() for name, value in first.groupdict().items()}
         causes = [
             replace(cause, text=fill(cause.text, groups), check=fill(cause.check, groups), fix=fill(cause.fix, groups))
             for cause in self.causes
         ]
-        evidence = place_evidence(log, first.start()) | groups
+        evidence = place_evidence(log, first.start()) | {name: value for name, value in groups.items() if value}
         if repeats := sum(1 for _ in matches):
             evidence["times"] = repeats + 1
         return Finding.of_causes(
