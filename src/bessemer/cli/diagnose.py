@@ -26,9 +26,9 @@ def diagnose(
 ) -> None:
     """Find what is wrong with a run, whoever trained it: findings with evidence, ranked causes, checks and fixes.
 
-    Reads run folders of Bessemer; metrics of Hugging Face, Lightning, CSV, JSON lines and plain logs; tracebacks, CUDA out
-    of memory, NCCL errors, flight-recorder dumps (JSON), kernel logs, nvidia-smi output, torch.profiler traces. Files
-    given together belong together: a log and its configuration, the dumps of all ranks.
+    Reads run folders of Bessemer; metrics of Hugging Face, Lightning, CSV, JSON lines and plain logs; tracebacks, CUDA
+    out of memory, NCCL errors, flight-recorder dumps (JSON), kernel logs, nvidia-smi output, torch.profiler traces.
+    Files given together belong together: a log and its configuration, the dumps of all ranks.
 
     Example: bessemer diagnose runs/demo
     Example: bessemer diagnose train.log config.yaml
@@ -99,8 +99,9 @@ def _healthy(diagnosis: Diagnosis) -> str:
 
 def _title(entry: Evidence) -> str:
     finding = entry.finding
-    at = f" at step {finding.step:,}" if finding.step is not None and f"{finding.step:,}" not in finding.symptom else ""
-    return f"{finding.symptom}{at}"
+    if finding.step is None or str(finding.step) in finding.symptom.replace(",", ""):
+        return finding.symptom
+    return f"{finding.symptom} at step {finding.step:,}"
 
 
 def _print_finding(console: Any, entry: Evidence, number: int, plot: bool) -> None:

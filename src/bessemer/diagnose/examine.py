@@ -85,8 +85,8 @@ class _Examiner:
             self.result.read[str(path)] = kind
         else:
             raise UserError(
-                f"{path}: neither a run, a log, a dump, a trace nor a configuration; `bessemer diagnose --help` lists what "
-                "it reads"
+                f"{path}: neither a run, a log, a dump, a trace nor a configuration; `bessemer diagnose --help` lists "
+                "what it reads"
             )
 
     def _add_folder(self, folder: Path) -> None:

@@ -14,14 +14,15 @@ from bessemer.run.journal import Record, to_number
 # Verdict of a trial -> what to do. The trial's report has the details.
 _VERDICTS = {
     "data": "Exclude the documents that the report names: `bessemer replay RUN --step STEP` shows them.",
-    "optimization": "Lower the learning rate or lengthen the warm-up: `optimizer.lr`, `schedule.warmup` in the spec.",
+    "data x state": "Skipping the batch was enough; if it comes back, lower `optimizer.lr` or `optimizer.clip`.",
+    "numerics": "Train in fp32 (`precision: fp32`), or bound attention logits (`model.qk_norm: true`).",
     "hardware": "Drain the device that the report names, and check it with `dcgmi diag -r 3`.",
-    "precision": "Train in bf16 or fp32: `precision` in the spec.",
+    "learning rate": "Lower `optimizer.lr` or lengthen `schedule.warmup` in the spec.",
 }
 
 
 def judge_events(run: Run) -> list[Finding]:
-    """Critical: the failure that ended the run. Warnings: alarms, rollbacks, hangs. Notes: vetoes that the guard handled."""
+    """Critical: the failure that ended the run. Warnings: alarms, hangs, verdicts. Notes: vetoes."""
     events = list(run.events())
     trials = {event.get("step"): event for event in events if event.get("kind") == "trial"}
     findings = _failures(run, events)
@@ -44,8 +45,10 @@ def judge_events(run: Run) -> list[Finding]:
 def _finding(event: Mapping[str, Any], symptom: str, causes: list[Cause], severity: str) -> Finding:
     number = to_number(event.get("step"))
     evidence = {name: event[name] for name in ("loss", "grad_norm", "checkpoint", "statistics") if name in event}
-    if line := event_line(dict(event)):
-        evidence["text"] = line
+    try:
+        evidence["text"] = event_line(dict(event)) or ""
+    except (KeyError, TypeError):  # an event of an earlier version has other fields
+        evidence["text"] = str(event.get("reason", ""))
     return Finding.of_causes(symptom, causes, severity=severity, step=None if number is None else int(number),
                              evidence=evidence)  # fmt: skip
 

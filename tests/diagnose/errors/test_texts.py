@@ -29,10 +29,11 @@ def test_cause_comes_first(entry: dict[str, str]) -> None:
     assert findings[0].cause and findings[0].check and not re.search(r"\{\w+\}", findings[0].symptom + findings[0].fix)
 
 
-@pytest.mark.parametrize("entry", TEXTS, ids=lambda entry: entry["cause"])
+UNPREFIXED = [entry for entry in TEXTS if not re.search(r"\[rank|NVRM|\[0\]:", entry["text"])]
+
+
+@pytest.mark.parametrize("entry", UNPREFIXED, ids=lambda entry: entry["cause"])
 def test_cause_comes_first_with_prefixes_colours_and_a_healthy_log_around(entry: dict[str, str]) -> None:
-    if "[rank" in entry["text"] or "NVRM" in entry["text"] or "[0]:" in entry["text"]:
-        pytest.skip("has prefixes of its own")
     lines = "".join(f"[rank3]: {line}\n" for line in entry["text"].splitlines())
     log = f"\x1b[32mstep 7 loss 2.0\x1b[0m\n{lines}\x1b[31mbye\x1b[0m\n"
     first = judge_text(log)[0]
@@ -100,7 +101,7 @@ def _pickled(path: Path) -> None:
 def _truncated(path: Path) -> None:
     torch.save({"w": torch.zeros(4096)}, path / "x.pt")
     content = (path / "x.pt").read_bytes()
-    (path / "x.pt").write_bytes(content[: len(content) // 2])
+    (path / "x.pt").write_bytes(content[:300])
     torch.load(path / "x.pt")
 
 

@@ -21,10 +21,11 @@ from bessemer.run.finding import SEVERITIES, Finding
 
 READ_BYTES = 64 << 20  # of the end of a longer log
 TRACE_BYTES = 2 << 30  # a larger trace is refused
-# What a dead process causes in others or in its launcher: ranked after origins.
-FOLLOWING = ("first_failed_rank", "rank_missing", "slow_rank", "network_or_gpu_hang", "rank_behind", "first_collective")
-_ENDINGS = ("ChildFailedError", "KeyboardInterrupt", "SystemExit", "ProcessRaisedException", "CalledProcessError")
-_NOISE = ("first_failed_rank",)
+# Errors that tell of another process's failure, or of the end.
+_ENDINGS = (
+    "ChildFailedError", "KeyboardInterrupt", "SystemExit", "ProcessRaisedException", "CalledProcessError",
+    "DistBackendError", "DistNetworkError", "DistStoreError", "SignalException",
+)  # fmt: skip
 
 
 def judge_text(raw: str) -> list[Finding]:
@@ -36,8 +37,7 @@ def judge_text(raw: str) -> list[Finding]:
         if finding := rule.match(log):
             (followers if rule.follows else origins).append(finding)
     critical = [finding for finding in origins if finding.severity == "critical"]
-    explained = critical or [finding for finding in followers if finding.rule not in _NOISE]
-    if not explained and (error := _first_error(log.errors)):
+    if not critical and (error := _first_error(log.errors)):
         origins.append(_unexplained(error))
         critical = origins[-1:]
     if critical:
