@@ -61,9 +61,8 @@ def test_older_messages_without_sizes() -> None:
 
 
 def test_timeouts_that_follow_a_crash_are_notes() -> None:
-    crash = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total "
-        "capacity of "
-    crash += (
+    crash = (
+        "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of "
         "79.25 GiB of which 1.06 GiB is free. Including non-PyTorch memory, this process has 78.18 GiB memory in use.\n"
     )
     findings = judge_text(crash + "".join(timeout(rank, 1580) for rank in (0, 1, 2)))
@@ -82,23 +81,24 @@ def dump(rank: int, entries: list[tuple[int, str, str, list[list[int]]]]) -> dic
     return {"version": "2.10", "pg_config": {"0": {"name": "0", "ranks": "[0, 1, 2]"}}, "rank": rank, "entries": rows}
 
 
-DONE = (1, "nccl:all_reduce", "completed", [[8]])
+Row = tuple[int, str, str, list[list[int]]]
+DONE: Row = (1, "nccl:all_reduce", "completed", [[8]])
+OPEN: Row = (2, "nccl:all_reduce", "started", [[8]])
+OTHER: Row = (2, "nccl:broadcast", "started", [[8]])
+LARGER: Row = (2, "nccl:all_reduce", "started", [[9]])
+WAITING: Row = (2, "nccl:all_reduce", "scheduled", [[8]])
 
 
 @pytest.mark.parametrize(
     ("cause", "dumps"),
     [
-        ("rank_behind", [[DONE, (2, "nccl:all_reduce", "started", [[8]])], [DONE, (2, "nccl:all_reduce", "started", [[8]])],
-                         [DONE]]),
-        ("collective_mismatch", [[DONE, (2, "nccl:all_reduce", "started", [[8]])], [DONE, (2, "nccl:broadcast", "started",
-                                 [[8]])], [DONE, (2, "nccl:all_reduce", "started", [[8]])]]),
-        ("collective_mismatch", [[DONE, (2, "nccl:all_reduce", "started", [[8]])], [DONE, (2, "nccl:all_reduce", "started",
-                                 [[9]])]]),
-        ("gpu_behind", [[DONE, (2, "nccl:all_reduce", "started", [[8]])], [DONE, (2, "nccl:all_reduce", "scheduled",
-                        [[8]])]]),
-        ("network_or_gpu_hang", [[DONE, (2, "nccl:all_reduce", "started", [[8]])]] * 3),
+        ("rank_behind", [[DONE, OPEN], [DONE, OPEN], [DONE]]),
+        ("collective_mismatch", [[DONE, OPEN], [DONE, OTHER], [DONE, OPEN]]),
+        ("collective_mismatch", [[DONE, OPEN], [DONE, LARGER]]),
+        ("gpu_behind", [[DONE, OPEN], [DONE, WAITING]]),
+        ("network_or_gpu_hang", [[DONE, OPEN]] * 3),
     ],
-)  # fmt: skip
+)
 def test_flight_recorder(cause: str, dumps: list[Any]) -> None:
     contents = {rank: dump(rank, entries) for rank, entries in enumerate(dumps)}
     assert all(map(is_flight_dump, contents.values()))
@@ -112,7 +112,7 @@ def test_complete_dumps_have_no_finding() -> None:
 
 
 def test_one_dump_alone_says_what_is_unknown() -> None:
-    (finding,) = judge_flight({0: dump(0, [DONE, (2, "nccl:all_reduce", "started", [[8]])])})
+    (finding,) = judge_flight({0: dump(0, [DONE, OPEN])})
     assert "those of all ranks" in finding.unknown
 
 
