@@ -34,6 +34,7 @@ from bessemer.run.finding import Finding
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
 TABLE_FORMATS = ("csv", "jsonl", "hf_trainer", "tensorboard", "wandb", "mlflow", "aim")  # which hold no texts of errors
+CONFIG_BYTES = 1 << 20
 MOST_LOGS = 200  # of a folder
 CONTROL_SHARE = 0.02  # of characters, above which a file is not text
 
@@ -93,7 +94,7 @@ class _Examiner:
         format = recognise(folder)
         kinds = [format] if format else []
         if format:
-            self.result.runs += read(folder)
+            self.result.runs += _with_settings(read(folder), folder)
         if format == "bessemer":
             self._add_texts(judge_events(Run(folder)), str(folder / "events.jsonl"))
         files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
@@ -175,6 +176,19 @@ def _is_text(text: str) -> bool:
     head = text[:65536]
     control = sum(1 for letter in head if letter == "�" or (letter < " " and letter not in "\n\r\t\x1b\x08"))
     return control <= CONTROL_SHARE * len(head)
+
+
+def _with_settings(runs: list[ForeignRun], folder: Path) -> list[ForeignRun]:
+    """The runs of a folder with the settings of the configurations beside them."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in CONFIG_SUFFIXES and path.is_file() and path.stat().st_size < CONFIG_BYTES:
+            try:
+                settings = _read_settings(path)
+            except UserError:  # a folder may hold anything; a file that was named is refused
+                continue
+            for run in runs:
+                run.settings = settings | run.settings
+    return runs
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
