@@ -17,7 +17,7 @@ from bessemer.observe.foreign.text import UNITS, read_number
 
 DICT_MARKERS = (b"{'loss'", b"{'eval_", b"'epoch'", b"'learning_rate'", b"'train_runtime'")
 # Bars without a description are Trainer's own; those of `datasets` have one.
-TRAINER_BAR = re.compile(r"(?:^|\s)\d+%\|[^|]*\|\s*(\d+)/(\d+) \[")
+TRAINER_BAR = re.compile(r"(?:^|[}\]])\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[")
 BAR = re.compile(r"(?P<text>[A-Z][\w \[\]/]*?):?\s+\d+%\|[^|]*\|\s*(?P<n>\d+)/(?P<total>\d+) \[(?P<tail>[^\]]*)")
 RICH_BAR = re.compile(r"(?P<text>Epoch \d+)/\d+\s[^\d]*\s(?P<n>\d+)/(?P<total>\d+) +[\d:-]+ • [\d:-]+ (?P<tail>.*)")
 SWIFT_STEP = re.compile(r"'global_step/max_steps': '(\d+)/(\d+)'")
