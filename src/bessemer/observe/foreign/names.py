@@ -87,8 +87,9 @@ PATTERNS = {
     "validation_loss": re.compile(r"^(eval|val|valid|validation)[_/].*loss$"),
 }
 STEP_KEYS = (
-    "step", "global_step", "_step", "trainer/global_step", "train/global_step", "current_steps", "iteration", "iter",
+    "step", "global_step", "trainer/global_step", "train/global_step", "current_steps", "iteration", "iter",
     "global_steps", "steps", "update", "batch", "training_step", "train_step", "opt_step", "training/global_step",
+    "_step",
 )  # fmt: skip
 SUMMARY_KEY = "train_runtime"  # of Trainer's last record, whose train_loss is the mean of the whole run
 
