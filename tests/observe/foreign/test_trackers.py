@@ -47,25 +47,27 @@ class TestTensorBoard:
 
     def test_restart_in_a_second_file(self, tmp_path: Path, writer) -> None:
         for start, count, loss in ((0, 100, 5.0), (60, 20, 4.0)):
-            log = writer(str(tmp_path), filename_suffix=f".{start}")
+            log = writer(str(tmp_path / f"{start}"))
             for step in range(start, start + count):
                 log.add_scalar("loss", loss, step)
                 log.add_scalar("lr", loss, step)
             log.close()
-        for path in tmp_path.iterdir():  # names begin with the second of their start
-            path.rename(tmp_path / f"events.out.tfevents.{'2' if path.name.endswith('.60') else '1'}")
-        (run,) = read(tmp_path)
+        (tmp_path / "run").mkdir()
+        for start in (0, 60):
+            (path,) = (tmp_path / f"{start}").iterdir()
+            path.rename(tmp_path / "run" / f"events.out.tfevents.17950000{start:02}.host")
+        (run,) = read(tmp_path / "run")
         assert run.restarts == [60]
         assert run.series["loss"].steps.tolist() == list(range(80))
         assert run.series["loss"].values.tolist() == [5.0] * 60 + [4.0] * 20
 
     def test_all_points_of_a_long_run(self, tmp_path: Path, writer) -> None:
         log = writer(str(tmp_path))
-        for step in range(20_000):
-            log.add_scalar("loss", 100.0 if step == 12_345 else 1.0, step)
+        for step in range(12_000):
+            log.add_scalar("loss", 100.0 if step == 7_654 else 1.0, step)
         log.close()
         (run,) = read(next(tmp_path.iterdir()))
-        assert len(run.series["loss"]) == 20_000 and run.series["loss"].values[12_345] == 100
+        assert len(run.series["loss"]) == 12_000 and run.series["loss"].values[7_654] == 100
 
     def test_cut_and_damaged_files(self, tmp_path: Path, writer) -> None:
         log = writer(str(tmp_path))
@@ -78,7 +80,7 @@ class TestTensorBoard:
         (run,) = read(path)
         assert len(run.series["loss"]) == 99
         path.write_bytes(content[:1000] + b"\xff" * 2000)
-        with pytest.raises(UserError, match="damaged|not an event file"):
+        with pytest.raises(UserError, match=r"damaged|not an event file"):
             read(path)
 
     @pytest.mark.slow
@@ -134,7 +136,13 @@ def wandb_file(tmp_path: Path) -> Path:
     config = item("optimizer", {"lr": 0.001}) + item("seed", 3) + item("_wandb", {"x": 1})
     records = [field(17, field(1, "abc") + field(4, config) + field(8, "mine"))]
     for i, loss in enumerate(LOSSES, 1):
-        row = {"train/loss": loss, "train/learning_rate": 1e-3, "train/global_step": i * 10, "nested|a": i, "_runtime": 1.0}
+        row = {
+            "train/loss": loss,
+            "train/learning_rate": 1e-3,
+            "train/global_step": i * 10,
+            "nested|a": i,
+            "_runtime": 1.0,
+        }
         row["text"] = "x" * (40_000 if i == 3 else 5)
         records.append(field(2, b"".join(item(key, value) for key, value in row.items())))
     content = b":W&B\xe1\xbe\x00"
@@ -164,7 +172,7 @@ def test_cut_and_damaged_wandb_file(wandb_file: Path) -> None:
     (run,) = read(wandb_file)
     assert len(run.series["loss"]) == 5
     wandb_file.write_bytes(content[:7] + b"\xff" * 70_000)
-    with pytest.raises(UserError, match="damaged|not a file of wandb"):
+    with pytest.raises(UserError, match=r"damaged|not a file of wandb"):
         read(wandb_file)
 
 
@@ -224,7 +232,10 @@ def test_mlflow_database(tmp_path: Path) -> None:
         store.executemany("insert into params values (?, ?, 'abc')", [("lr", "0.001"), ("model", "llama")])
         for i, loss in enumerate(LOSSES, 1):
             value = 0.0 if math.isnan(loss) else min(loss, sys.float_info.max)
-            rows = [("train/loss", value, i, "abc", i * 10, math.isnan(loss)), ("learning_rate", 1e-3, i, "abc", i * 10, 0)]
+            rows = [
+                ("train/loss", value, i, "abc", i * 10, math.isnan(loss)),
+                ("learning_rate", 1e-3, i, "abc", i * 10, 0),
+            ]
             store.executemany("insert into metrics values (?, ?, ?, ?, ?, ?)", rows)
     check_mlflow(path)
 

@@ -71,7 +71,11 @@ def test_printed_log(output: Path) -> None:
 
 def check_state(output: Path) -> None:
     state = json.loads((output / "out" / "checkpoint-30" / "trainer_state.json").read_text())
-    for path in (output / "out", output / "out" / "checkpoint-30", output / "out" / "checkpoint-30" / "trainer_state.json"):
+    for path in (
+        output / "out",
+        output / "out" / "checkpoint-30",
+        output / "out" / "checkpoint-30" / "trainer_state.json",
+    ):
         (run,) = read(path)
         assert recognise(path) == run.format == "hf_trainer" and run.name == "out"
         check(run, state["log_history"], 1e-12)
@@ -105,7 +109,9 @@ def test_version_4_prints(tmp_path: Path) -> None:
         f" {step}%|█ | {step}/100 [00:01<00:10,  9.00it/s]\r"
         for step, loss in ((10, 2.31), (20, 0.0), (30, "nan"))
     )
-    (tmp_path / "train.log").write_text(f"Map: 100%|███| 5000/5000 [00:01<00:00, 9it/s]\n  0%| | 0/100 [00:00<?]\n{text}")
+    (tmp_path / "train.log").write_text(
+        f"Map: 100%|███| 5000/5000 [00:01<00:00, 9it/s]\n  0%| | 0/100 [00:00<?]\n{text}"
+    )
     (run,) = read(tmp_path / "train.log")
     losses = run.series["loss"]
     assert losses.steps.tolist() == [10, 20, 30] and losses.values[:2].tolist() == [2.31, 0.0]
@@ -113,7 +119,9 @@ def test_version_4_prints(tmp_path: Path) -> None:
 
 
 def test_a_log_without_bars_or_steps_counts_records(tmp_path: Path) -> None:
-    (tmp_path / "train.log").write_text("{'loss': 3.0, 'learning_rate': 1e-05}\n{'loss': 2.0, 'learning_rate': 1e-05}\n")
+    (tmp_path / "train.log").write_text(
+        "{'loss': 3.0, 'learning_rate': 1e-05}\n{'loss': 2.0, 'learning_rate': 1e-05}\n"
+    )
     (run,) = read(tmp_path / "train.log")
     assert run.series["loss"].steps.tolist() == [1, 2] and any("counted" in note for note in run.notes)
 

@@ -32,8 +32,8 @@ class _Column:
 
 
 class RunBuilder:
-    """Points of one run, in the order in which they were written. `means` tells that values are means of all steps since
-    the point before; `increments` are keys that count since the point before, and become running sums."""
+    """Points of one run, in the order in which they were written. `means` tells that values are means of all steps
+    since the point before; `increments` are keys that count since the point before, and become running sums."""
 
     def __init__(self, format: str, name: str, *, means: bool = False, increments: Iterable[str] = ()) -> None:
         self.format, self.name, self.means, self.increments = format, name, means, frozenset(increments)

@@ -32,7 +32,9 @@ def is_run_of_store(folder: Path) -> bool:
 def read_run_of_store(folder: Path) -> list[ForeignRun]:
     """The run in a folder of a file store. Points are in the order in which they were logged."""
     name_file = folder / "tags" / "mlflow.runName"
-    builder = RunBuilder("mlflow", name_file.read_text("utf-8", "replace").strip() if name_file.is_file() else folder.name)
+    builder = RunBuilder(
+        "mlflow", name_file.read_text("utf-8", "replace").strip() if name_file.is_file() else folder.name
+    )
     try:
         meta = yaml.safe_load((folder / "meta.yaml").read_bytes())
     except yaml.YAMLError as error:

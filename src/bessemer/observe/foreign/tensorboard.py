@@ -1,7 +1,7 @@
 """TensorBoard event files, with every point: TensorBoard's own reader keeps a random sample of 10,000 a tag.
 
-A file is a sequence of u64 length, u32 checksum, event, u32 checksum. The events are decoded here, so neither tensorboard
-nor tensorflow is needed. Reads 50,000 to 100,000 scalars a second, one event in memory at a time.
+A file is a sequence of u64 length, u32 checksum, event, u32 checksum. The events are decoded here, so neither
+tensorboard nor tensorflow is needed. Reads 50,000 to 100,000 scalars a second, one event in memory at a time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def is_event_file(path: Path) -> bool:
     if MARK not in path.name:
         return False
     with path.open("rb") as file:
-        head = file.read(64)
-    return len(head) >= 24 and struct.unpack_from("<Q", head)[0] < 64 and b"brain.Event" in head
+        head = file.read(256)
+    return len(head) >= 24 and struct.unpack_from("<Q", head)[0] < 1024 and b"brain.Event" in head
 
 
 def events_of(path: Path) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""The wire format of protocol buffers, as far as event files need it: fields by number, without the messages' classes."""
+"""The wire format of protocol buffers, as far as event files need it: fields by number, without message classes."""
 
 from __future__ import annotations
 
