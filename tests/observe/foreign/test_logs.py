@@ -10,16 +10,6 @@ import pytest
 from bessemer.errors import UserError
 from bessemer.observe.foreign import ForeignRun, read, recognise
 
-MEGATRON = """\
------------------------- arguments ------------------------
-  lr .............................................. 0.0003
-  seq_length ...................................... 4096
--------------------- end of arguments ---------------------
- [2026-11-19 12:00:0{0}] iteration {0:8d}/     100 | consumed samples: {1:12d} | elapsed time per iteration (ms): 424.1 | \
-throughput per GPU (TFLOP/s/GPU): 120.3 | learning rate: 3.000000E-04 | global batch size:    16 |{2} loss scale: 1.0 | \
-grad norm: 1.234 | number of skipped iterations: {3:3d} | number of nan iterations:   0 |
-"""
-
 
 def read_text(tmp_path: Path, text: str, name: str = "train.log") -> ForeignRun:
     path = tmp_path / name
@@ -78,14 +68,15 @@ def test_restart_keeps_the_later_values(tmp_path: Path) -> None:
 
 def test_ranks_and_colours(tmp_path: Path) -> None:
     line = (
-        "[rank{rank}]:[titan] 2026-11-19 12:00:00,000 - root - INFO - \x1b[31mstep: {step:2}  \x1b[32mloss: {loss:8.5f}  "
+        "[rank{rank}]:[titan] 2026-11-19 12:00:00 - root - INFO - \x1b[31mstep: {step:2}  \x1b[32mloss: {loss:8.5f}  "
         "\x1b[38;2;180;60;0mgrad_norm: 9.6669  \x1b[38;2;54;234;195mmemory: 48.87GiB(51.44%)  \x1b[34mtps: 4,376  "
         "\x1b[36mtflops: 25.31  \x1b[35mmfu: 25.62%\x1b[39m\n"
     )
     text = "".join(
         line.format(rank=rank, step=step, loss=10 - step / 10 + rank) for step in (1, 10, 20) for rank in (0, 1)
     )
-    text += "[rank0]:[titan] 2026 - root - INFO - \x1b[33mvalidate step: 20  \x1b[32mloss:  7.5000  memory:  4.00GiB(4.00%)  tps: 9,000\n"
+    text += "[rank0]:[titan] 2026 - root - INFO - \x1b[33mvalidate step: 20  \x1b[32mloss:  7.5000  "
+    text += "memory:  4.00GiB(4.00%)  tps: 9,000\n"
     run = read_text(tmp_path, text)
     assert run.format == "torchtitan"
     assert points(run, "loss") == {1: 9.9, 10: 9.0, 20: 8.0}, "of one rank"
@@ -121,7 +112,8 @@ LINES = {
         {"validation_loss": 3.125, "step_avg": 0.15},
     ),
     "litgpt": (
-        "Epoch 1 | iter 40 step 10 | loss train: 3.125, val: n/a | iter time: 250.00 ms (step) remaining time: 0:10:00\n",
+        "Epoch 1 | iter 40 step 10 | loss train: 3.125, val: n/a | iter time: 250.00 ms (step) "
+        "remaining time: 0:10:00\n",
         {"loss": 3.125, "step_s": 0.25},
     ),
     "deepspeed": (
@@ -143,7 +135,8 @@ LINES = {
     ),
     "verl": (
         "(TaskRunner pid=1) step:10 - actor/entropy:0.5 - actor/kl_loss:nan - actor/grad_norm:np.float64(1.5) - "
-        "critic/rewards/mean:0.25 - response_length/mean:100.0 - response_length/clip_ratio:0.125 - timing_s/step:40.0\n",
+        "critic/rewards/mean:0.25 - response_length/mean:100.0 - response_length/clip_ratio:0.125 - "
+        "timing_s/step:40.0\n",
         {"entropy": 0.5, "kl": math.nan, "grad_norm": 1.5, "reward": 0.25, "answer_length": 100, "cut_answers": 0.125,
          "step_s": 40},
     ),
@@ -154,11 +147,13 @@ LINES = {
     ),
     "olmo_core": (
         "2026-11-19 12:00:00\thost:0\tolmo_core.train:1\tINFO\t[step=10/1000,epoch=1,eta=10:00]\n"
-        "    optim/total grad norm=1.5\n    optim/LR (group 0)=0.0001\n    train/CE loss=3.125\n    train/PPL=22.76\nother\n",
+        "    optim/total grad norm=1.5\n    optim/LR (group 0)=0.0001\n    train/CE loss=3.125\n    "
+        "train/PPL=22.76\nother\n",
         {"loss": 3.125, "grad_norm": 1.5},
     ),
     "composer": (
-        "[batch=10/100]:\n\t Train time/batch: 9\n\t Train loss/train/total: 3.1250\n\t Train lr-DecoupledAdamW/group0: 0.0001\n",
+        "[batch=10/100]:\n\t Train time/batch: 9\n\t Train loss/train/total: 3.1250\n"
+        "\t Train lr-DecoupledAdamW/group0: 0.0001\n",
         {"loss": 3.125},
     ),
     "text_log": (
@@ -178,7 +173,7 @@ def test_one_line_of_each(tmp_path: Path, format: str) -> None:
 
 
 def test_overflows_of_deepspeed_lower_the_scale(tmp_path: Path) -> None:
-    line = "[2026-11-19 12:00:00,000] [INFO] [loss_scaler.py:183:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step. "
+    line = "[2026-11-19 12:00:00,000] [INFO] [loss_scaler.py:183] [deepspeed] OVERFLOW! Rank 0 Skipping step. "
     text = (
         f"{line}Attempted loss scale: 65536, reducing to 32768\n{line}Attempted loss scale: 32768, reducing to 16384\n"
     )
@@ -192,7 +187,8 @@ def test_overflows_of_deepspeed_lower_the_scale(tmp_path: Path) -> None:
 
 def test_lightning_bars(tmp_path: Path) -> None:
     bars = [
-        f"Epoch {epoch}:  {n}%|█         | {n}/100 [00:01<00:09,  9.99it/s, v_num=0, train_loss={loss:.3f}, val_loss={val}]"
+        f"Epoch {epoch}:  {n}%|█         | {n}/100 [00:01<00:09,  9.99it/s, v_num=0, "
+        f"train_loss={loss:.3f}, val_loss={val}]"
         for epoch, n, loss, val in ((0, 50, 3.0, "4.00"), (0, 100, 2.5, "4.00"), (1, 50, 2.0, "3.50"))
     ]
     run = read_text(tmp_path, "\r".join(bars) + "\n")
@@ -222,9 +218,10 @@ def test_other_text_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_line_without_an_end_is_read_in_blocks(tmp_path: Path) -> None:
     path = tmp_path / "bar.log"
     with path.open("w") as file:
-        for step in range(1, 30_001):
+        for step in range(1, 10_001):
             file.write(
-                f"\rstep {step:05d} (1.0%) | loss: 3.000000 | lrm: 1.00 | dt: 250ms | tok/sec: 2,097 | epoch: 1 | remaining: 3s    "
+                f"\rstep {step:05d} (1.0%) | loss: 3.000000 | lrm: 1.00 | dt: 250ms | tok/sec: 2,097 | epoch: 1 | "
+                "remaining: 3s    "
             )
     (run,) = read(path)
-    assert run.format == "nanochat" and len(run.series["loss"]) == 30_000
+    assert run.format == "nanochat" and len(run.series["loss"]) == 10_000

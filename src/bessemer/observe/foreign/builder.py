@@ -32,8 +32,8 @@ class _Column:
 
 
 class RunBuilder:
-    """Points of one run, in the order in which they were written. `means` tells that values are means of all steps since
-    the point before; `increments` are keys that count since the point before, and become running sums."""
+    """Points of one run, in the order in which they were written. `means` tells that values are means of all steps
+    since the point before; `increments` are keys that count since the point before, and become running sums."""
 
     def __init__(self, format: str, name: str, *, means: bool = False, increments: Iterable[str] = ()) -> None:
         self.format, self.name, self.means, self.increments = format, name, means, frozenset(increments)
@@ -42,6 +42,12 @@ class RunBuilder:
         self.starts: list[int] = []  # first steps of later starts that the files tell
         self.total_steps: int | None = None
         self._columns: dict[str, _Column] = {}
+        self._cuts: list[tuple[int, dict[str, int]]] = []  # first step, and how many points each column had before
+
+    def restart(self, step: int) -> None:
+        """From here on a later start writes, whose first step is `step`: earlier points from there on are dropped."""
+        self.starts.append(step)
+        self._cuts.append((step, {key: len(column.steps) for key, column in self._columns.items()}))
 
     def add(self, key: str, step: int, value: float, line: int = -1) -> None:
         column = self._columns.get(key)
@@ -73,7 +79,7 @@ class RunBuilder:
         standard = {key: name for name, key in chosen.items()}
         for key, (steps, values, lines) in arrays.items():
             name = standard.get(key, key)
-            order = self._order(steps, lines, restarts)
+            order = self._order(key, steps, lines, restarts)
             steps, values, lines = steps[order], values[order], lines[order]
             if key in self.increments:
                 values = np.nancumsum(values)
@@ -98,12 +104,14 @@ class RunBuilder:
         # Also a start that died before it reached a step that an earlier one had logged.
         return [(int(steps[i]), int(lines[i])) for i in back]
 
-    def _order(self, steps: Ints, lines: Ints, restarts: list[tuple[int, int]]) -> Ints:
+    def _order(self, key: str, steps: Ints, lines: Ints, restarts: list[tuple[int, int]]) -> Ints:
         """The points that stay, in ascending steps: a step that was written again keeps its last value."""
         valid = np.ones(len(steps), bool)
         for first, line in restarts:
             if line >= 0:
                 valid &= (steps < first) | (lines >= line)
+        for first, sizes in self._cuts:
+            valid[: sizes.get(key, 0)] &= steps[: sizes.get(key, 0)] < first
         back = int((np.diff(steps) < 0).sum())
         index = np.flatnonzero(valid)
         if back > max(3, MOST_RESTARTS * len(steps)):

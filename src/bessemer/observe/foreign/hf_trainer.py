@@ -1,7 +1,7 @@
 """Runs of Hugging Face's Trainer and of what is built on it (TRL, Axolotl, LLaMA-Factory): `trainer_state.json`.
 
-The file holds every logged record with its step. The newest checkpoint of an output folder has the history of all earlier
-ones. training_args.bin is a pickle and is never opened: settings come from the JSON and YAML files beside it.
+The file holds every logged record with its step. The newest checkpoint of an output folder has the history of all
+earlier ones. training_args.bin is a pickle and is never opened: settings come from the JSON and YAML files beside it.
 """
 
 from __future__ import annotations

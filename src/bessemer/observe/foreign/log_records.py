@@ -1,12 +1,13 @@
-"""What logs print without a step of its own: the dictionaries of Hugging Face's Trainer, and progress bars with metrics.
+"""What logs print without a step: the dictionaries of Hugging Face's Trainer, and progress bars with metrics.
 
 Trainer prints `{'loss': 2.31, 'epoch': 0.16}` beside a bar `12/500 [`. tqdm draws the bar again after it printed the
-dictionary, so the next bar has the step. Where no bar is in the file, or standard output was buffered, steps follow from
-the epochs.
+dictionary, so the next bar has the step. Where no bar is in the file, or standard output was buffered, steps follow
+from the epochs.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from bessemer.observe.foreign.text import UNITS, read_number
 
 DICT_MARKERS = (b"{'loss'", b"{'eval_", b"'epoch'", b"'learning_rate'", b"'train_runtime'")
 # Bars without a description are Trainer's own; those of `datasets` have one.
-TRAINER_BAR = re.compile(r"(?:^|\s)\d+%\|[^|]*\|\s*(\d+)/(\d+) \[")
+TRAINER_BAR = re.compile(r"(?:^|[}\]])\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[")
 BAR = re.compile(r"(?P<text>[A-Z][\w \[\]/]*?):?\s+\d+%\|[^|]*\|\s*(?P<n>\d+)/(?P<total>\d+) \[(?P<tail>[^\]]*)")
 RICH_BAR = re.compile(r"(?P<text>Epoch \d+)/\d+\s[^\d]*\s(?P<n>\d+)/(?P<total>\d+) +[\d:-]+ • [\d:-]+ (?P<tail>.*)")
 SWIFT_STEP = re.compile(r"'global_step/max_steps': '(\d+)/(\d+)'")
@@ -70,7 +71,7 @@ class TrainerRecords:
 
     def _steps(self, builder: RunBuilder) -> list[int]:
         training = [step for _, numbers, step in self.rows if "loss" in numbers]
-        repeats = sum(a == b for a, b in zip(training, training[1:], strict=False))
+        repeats = sum(a == b for a, b in itertools.pairwise(training))
         if training and None not in training and repeats <= len(training) // 10:
             return [step or 0 for _, _, step in self.rows]
         epochs = [numbers.get("epoch", 0.0) for _, numbers, _ in self.rows]

@@ -1,7 +1,7 @@
-"""The lines that frameworks print, by shape: how a line is recognised, where its step is, how its numbers are written.
+"""The lines that frameworks print: how each is recognised, where its step is, how its numbers are written.
 
-A shape is a row of a table. Progress bars and the dictionaries that Trainer prints carry no step of their own and are read
-in log_records.py.
+A shape is a row of a table. Progress bars and the dictionaries that Trainer prints carry no step of their own and are
+read in log_records.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from bessemer.observe.foreign.text import NUMBER, UNIT, UNITS, read_number
 
 # `key: 1.2ms` or `key=[1.2]`; a key may have several words.
 COLON_PAIRS = re.compile(
-    rf"([A-Za-z][\w/.@%-]*(?: [A-Za-z(][\w/.()-]*){{0,3}}?)\s*[:=]\s*[\[(]*(?:np\.\w+\()?({NUMBER})\s?({UNIT})?(?![\w:.])"
+    r"([A-Za-z][\w/.@%-]*(?: [A-Za-z(][\w/.()-]*){0,3}?)\s*[:=]\s*"
+    rf"[\[(]*(?:np\.\w+\()?({NUMBER})\s?({UNIT})?(?![\w:.])"
 )
 # `| key: 1.2 |` or `| key 1.2 |`; a key may have any words.
 PIPE_PAIRS = re.compile(
@@ -24,14 +25,15 @@ PIPE_PAIRS = re.compile(
 SPACE_PAIRS = re.compile(rf"([A-Za-z][a-z_ ]*?):? ({NUMBER})({UNIT})?(?=[,\s]|$)")
 DASH_PAIRS = re.compile(rf"- ([^\s:]+):(?:np\.\w+\()?({NUMBER})()")
 DICT_PAIRS = re.compile(rf"""["']([^"']+)["']: ["']?(?:np\.\w+\()?({NUMBER})()["']?\)?(?=[,}}])""")
-COMMA = rf"(?P<step>\d[\d,]*)(?:\s*/\s*(?P<total>\d[\d,]*))?"
+COMMA = r"(?P<step>\d[\d,]*)(?:\s*/\s*(?P<total>\d[\d,]*))?"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`step` has a group of this name, maybe `total`, and `validation` if what follows is of a validation. `percent` are
-    keys whose values are percent without a sign; `means` tells that values are means since the line before; `repeats`
-    that a line repeats the last validation; `block` matches the lines after this one that have its numbers."""
+    """`step` has a group of this name, maybe `total`, and `validation` if what follows is of a validation. `percent`
+    are keys whose values are percent without a sign; `means` tells that values are means since the line before;
+    `repeats` that a line repeats the last validation; `block` matches the lines after this one that have its numbers.
+    """
 
     format: str
     markers: tuple[bytes, ...]
@@ -66,9 +68,10 @@ PIPED_STEP = rf"(?i)(?:^|\s)step\s+{COMMA}\s*(?:\([\d.]+%\)\s*)?\|"
 SHAPES = (
     _shape("megatron", "validation loss at&iteration", r"(?P<validation>validation loss at) iteration (?P<step>\d+)"
            r"(?: on validation set)? *\|", PIPE_PAIRS),
-    _shape("nemo", "Training epoch&global_step:", r"Training epoch \d+, iteration \d+/\d+ \|.*?global_step: (?P<step>\d+)",
-           PIPE_PAIRS, whole_line=True),
-    _shape("megatron", "iteration& |", r"iteration\s+(?P<step>\d+)/\s*(?P<total>\d+|infinity) \|", PIPE_PAIRS, means=True),
+    _shape("nemo", "Training epoch&global_step:", r"iteration \d+/\d+ \|.*?global_step: (?P<step>\d+)", PIPE_PAIRS,
+           whole_line=True),
+    _shape("megatron", "iteration& |", r"iteration\s+(?P<step>\d+)/\s*(?P<total>\d+|infinity) \|", PIPE_PAIRS,
+           means=True),
     _shape("torchtitan", "step:&memory:&tps:", rf"(?P<validation>validate )?\bstep:\s*{COMMA}\s", COLON_PAIRS),
     _shape("nanochat", "step &lrm:&|", PIPED_STEP, PIPE_PAIRS, percent=frozenset({"mfu", "bf16_mfu"})),
     _shape("nanochat", "Step &| Validation ", rf"^Step {COMMA} \|", PIPE_PAIRS),

@@ -84,9 +84,10 @@ class _LogReader:
         if self.block and self._block_line(number, line):
             return
         for shape in self.shapes:
-            if all(marker in line for marker in shape.markers):
-                if self._is_first_rank(line) and self._shape_line(number, shape, line.decode("utf-8", "replace")):
-                    return
+            if not all(marker in line for marker in shape.markers) or not self._is_first_rank(line):
+                continue
+            if self._shape_line(number, shape, line.decode("utf-8", "replace")):
+                return
         if self.format == "hf_log":
             self._trainer_line(number, line)
         elif self.format in ("lightning", "openrlhf"):
@@ -137,7 +138,7 @@ class _LogReader:
         return is_new
 
     def _missing_loss(self, step: int, numbers: dict[str, float]) -> None:
-        """Megatron leaves out a loss that is not a number. Without a loss, unless all steps were skipped, it was NaN."""
+        """Megatron leaves out a loss that is not a number: without one, unless all steps were skipped, it was NaN."""
         loss = next((key for key in numbers if key.endswith("loss")), None)
         if loss:
             self.loss_key = loss

@@ -1,7 +1,7 @@
 """Which metric of a framework is which of NAMES, and in which unit the framework writes it.
 
-Keys are compared in lower case, with `_` for spaces and dashes, without the prefix `train/`. Of several keys that fit one
-name the first of its list is taken; the others keep their own names.
+Keys are compared in lower case, with `_` for spaces and dashes, without the prefix `train/`. Of several keys that fit
+one name the first of its list is taken; the others keep their own names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "validation_loss": (
         "validation_loss", "eval_loss", "val_loss", "valid_loss", "eval/loss", "val/loss", "validation/loss",
         "valid/loss", "loss/val", "loss/valid", "loss/validation", "loss/eval", "dev_loss", "val", "held_out_loss",
-        "validation_lm_loss", "validation_lm_loss_value", "validation_metrics/loss", "lm_loss_validation", "lm_loss_validation/lm_loss", "val_loss_epoch",
+        "validation_lm_loss", "validation_lm_loss_value", "validation_metrics/loss",
+        "lm_loss_validation", "lm_loss_validation/lm_loss", "val_loss_epoch",
         "validation_metrics/global_avg_loss", "loss_val",
     ),
     "accuracy": (
@@ -28,7 +29,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "eval_mean_token_accuracy",
     ),
     "lr": (
-        "lr", "learning_rate", "actor/lr", "actor_lr", "optim/lr", "optim/learning_rate_group0", "learning_rate/group_0",
+        "lr", "learning_rate", "actor/lr", "actor_lr", "optim/lr", "optim/learning_rate_group0",
+        "learning_rate/group_0",
         "samples/lr", "train_samples_lr", "learning/current_learning_rate", "training/lr", "learning_rate_decay",
     ),
     "grad_norm": (
@@ -41,8 +43,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     ),
     "step_s": (
         "step_s", "step_time", "step_time_s", "elapsed_time_per_iteration", "elapsed_time_per_iteration_(ms)",
-        "iteration_time", "iter_time", "iter_time_(s)", "time_metrics/end_to_end(s)", "timing_s/step", "dt", "time_per_step", "iter_dt_ms",
-        "train_step_timing_in_s", "seconds", "perf/step_time_seconds", "step_time_ms", "dt_ms", "throughput/device/batch_s",
+        "iteration_time", "iter_time", "iter_time_(s)", "time_metrics/end_to_end(s)", "timing_s/step", "dt",
+        "time_per_step", "iter_dt_ms", "train_step_timing_in_s",
+        "seconds", "perf/step_time_seconds", "step_time_ms", "dt_ms",
     ),
     "mfu": ("mfu", "mfu(%)", "bf16_mfu", "perf/mfu/actor", "throughput/mfu", "throughput/device/mfu", "perf/mfu"),
     "memory_bytes": (
@@ -50,7 +53,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "peak_memory_bytes", "max_memory_allocated_bytes", "max_memory_allocated_gb", "perf/max_memory_allocated_gb",
         "memory/max_active_(gib)", "max_memory_reserved_gb", "memory(gib)", "peak_memory_gb",
     ),
-    "loss_scale": ("loss_scale", "cur_scale", "loss_scaler", "samples/loss_scale", "train_samples_loss_scale", "grad_scale"),
+    "loss_scale": (
+        "loss_scale", "cur_scale", "loss_scaler", "samples/loss_scale", "train_samples_loss_scale", "grad_scale",
+    ),
     "skipped_steps": ("skipped_steps", "skipped", "number_of_skipped_iterations"),
     "epoch": ("epoch", "trainer/epoch", "training/epoch"),
     "data_wait_s": (
@@ -87,8 +92,9 @@ PATTERNS = {
     "validation_loss": re.compile(r"^(eval|val|valid|validation)[_/].*loss$"),
 }
 STEP_KEYS = (
-    "step", "global_step", "_step", "trainer/global_step", "train/global_step", "current_steps", "iteration", "iter",
+    "step", "global_step", "trainer/global_step", "train/global_step", "current_steps", "iteration", "iter",
     "global_steps", "steps", "update", "batch", "training_step", "train_step", "opt_step", "training/global_step",
+    "_step",
 )  # fmt: skip
 SUMMARY_KEY = "train_runtime"  # of Trainer's last record, whose train_loss is the mean of the whole run
 

@@ -5,6 +5,7 @@
     JSON lines with a step: LLaMA-Factory, ms-swift, verl, any other
     plain logs, recognised by the shape of their lines, see log_shapes.py
     run folders of Bessemer
+    event files of TensorBoard, offline files of Weights & Biases, MLflow's folders and databases
 
 Every reader makes one pass over its file. Nothing is unpickled or executed.
 """
@@ -19,12 +20,18 @@ from bessemer.errors import UserError
 from bessemer.observe.foreign.hf_trainer import STATE, find_state, read_trainer_state
 from bessemer.observe.foreign.journals import is_run_folder, read_run_folder
 from bessemer.observe.foreign.logs import LOG_FORMATS, log_format, read_log
+from bessemer.observe.foreign.mlflow import is_run_of_store, is_store, read_run_of_store, read_store
 from bessemer.observe.foreign.names import step_column
 from bessemer.observe.foreign.series import ForeignRun
 from bessemer.observe.foreign.tables import csv_header, read_csv, read_jsonl, record_step
+from bessemer.observe.foreign.tensorboard import MARK, is_event_file, read_event_files
+from bessemer.observe.foreign.wandb import is_wandb_file, read_wandb_file
 
 Reader = Callable[[Path], list[ForeignRun]]
-FORMATS = (STATE, "CSV with a step column", "JSON lines with a step", "a Bessemer run folder")
+FORMATS = (
+    STATE, "TensorBoard event files", "offline files of Weights & Biases", "MLflow stores", "CSV with a step column",
+    "JSON lines with a step", "a Bessemer run folder",
+)  # fmt: skip
 LOOKED_FOR = f"{', '.join(FORMATS)}, or a log of {', '.join(LOG_FORMATS)}"
 HEAD_BYTES = 1 << 16
 LOG_SUFFIXES = {".log", ".txt", ".out", ".err", ""}
@@ -58,11 +65,9 @@ def _reader(path: Path) -> tuple[str, Reader] | None:
 
 
 def _folder_reader(path: Path) -> tuple[str, Reader] | None:
-    if is_run_folder(path):
-        return "bessemer", read_run_folder
-    state = find_state(path)
-    if state is not None:
-        return "hf_trainer", lambda _: read_trainer_state(state)
+    own = _own_part(path)
+    if own:
+        return own[1], lambda _: own[2](own[0])
     parts = list(_parts(path, DEPTH))
     if not parts:
         return None
@@ -75,27 +80,42 @@ def _folder_reader(path: Path) -> tuple[str, Reader] | None:
     ]
 
 
+def _own_part(folder: Path) -> tuple[Path, str, Reader] | None:
+    """The run that a folder is, as opposed to runs in it."""
+    if is_run_folder(folder):
+        return folder, "bessemer", read_run_folder
+    if is_run_of_store(folder):
+        return folder, "mlflow", read_run_of_store
+    state = find_state(folder)
+    return (state, "hf_trainer", read_trainer_state) if state else None
+
+
 def _parts(folder: Path, depth: int) -> list[tuple[Path, str, Reader]]:
     """The runs of a folder's files and folders."""
     parts: list[tuple[Path, str, Reader]] = []
+    has_events = False
     for path in sorted(folder.iterdir())[:MOST_FILES]:
-        if path.name.startswith(".") or path.is_symlink():
+        if path.name.startswith(".") or (path.is_symlink() and path.is_dir()):
             continue
         if path.is_dir():
-            if is_run_folder(path):
-                parts.append((path, "bessemer", read_run_folder))
-            elif (state := find_state(path)) is not None:
-                parts.append((state, "hf_trainer", read_trainer_state))
-            elif depth:
-                parts += _parts(path, depth - 1)
+            own = _own_part(path)
+            parts += [own] if own else _parts(path, depth - 1) if depth else []
+        elif MARK in path.name:
+            has_events = has_events or is_event_file(path)
         elif reader := _file_reader(path):
             parts.append((path, *reader))
-    return parts
+    return [*parts, (folder, "tensorboard", read_event_files)] if has_events else parts
 
 
 def _file_reader(path: Path) -> tuple[str, Reader] | None:
     if path.name == STATE:
         return "hf_trainer", read_trainer_state
+    if is_event_file(path):
+        return "tensorboard", read_event_files
+    if is_wandb_file(path):
+        return "wandb", read_wandb_file
+    if is_store(path):
+        return "mlflow", read_store
     suffix = path.suffix.lower()
     if suffix in (".csv", ".tsv"):
         header = csv_header(path)
@@ -104,9 +124,8 @@ def _file_reader(path: Path) -> tuple[str, Reader] | None:
         head = file.read(HEAD_BYTES)
     if suffix == ".json":
         return ("hf_trainer", read_trainer_state) if b'"log_history"' in head or _has_history(path) else None
-    if suffix in (".jsonl", ".ndjson") or head[:1] == b"{":
-        if _has_step_records(head):
-            return "jsonl", read_jsonl
+    if (suffix in (".jsonl", ".ndjson") or head[:1] == b"{") and _has_step_records(head):
+        return "jsonl", read_jsonl
     if suffix in LOG_SUFFIXES and b"\0" not in head[:1024]:
         format = log_format(path)
         if format:

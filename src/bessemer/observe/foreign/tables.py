@@ -111,7 +111,7 @@ def record_step(record: Record) -> tuple[str, int] | None:
 
 
 def read_jsonl(path: Path) -> list[ForeignRun]:
-    """The run of a file of JSON records with a step, such as LLaMA-Factory's trainer_log.jsonl or verl's file logger."""
+    """The run of a file of JSON records with a step: LLaMA-Factory's trainer_log.jsonl, verl's file logger, others."""
     of_trainer = path.name in ("trainer_log.jsonl", "logging.jsonl")
     format = {"trainer_log.jsonl": "llama_factory", "logging.jsonl": "ms_swift"}.get(path.name, "jsonl")
     generic = path.stem.lower() in ("trainer_log", "logging", "metrics", "log", "steps", "train", "history")
