@@ -62,8 +62,8 @@ def test_older_messages_without_sizes() -> None:
 
 def test_timeouts_that_follow_a_crash_are_notes() -> None:
     crash = (
-        "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of "
-        "79.25 GiB of which 1.06 GiB is free. Including non-PyTorch memory, this process has 78.18 GiB memory in use.\n"
+        "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity "
+        "of 79.25 GiB of which 1.06 GiB is free. Including non-PyTorch memory, this process has 78.18 GiB memory in use.\n"
     )
     findings = judge_text(crash + "".join(timeout(rank, 1580) for rank in (0, 1, 2)))
     assert findings[0].rule == "activations" and findings[0].evidence["rank"] == 3
@@ -74,8 +74,8 @@ def test_timeouts_that_follow_a_crash_are_notes() -> None:
 def dump(rank: int, entries: list[tuple[int, str, str, list[list[int]]]]) -> dict[str, Any]:
     rows = [
         {"record_id": number, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": number,
-         "p2p_seq_id": 0, "op_id": number, "profiling_name": name, "input_sizes": sizes, "state": state, "is_p2p": False,
-         "frames": [{"name": "train", "filename": "/home/user/train.py", "line": 42}]}
+         "p2p_seq_id": 0, "op_id": number, "profiling_name": name, "input_sizes": sizes, "state": state,
+         "is_p2p": False, "frames": [{"name": "train", "filename": "/home/user/train.py", "line": 42}]}
         for number, name, state, sizes in entries
     ]  # fmt: skip
     return {"version": "2.10", "pg_config": {"0": {"name": "0", "ranks": "[0, 1, 2]"}}, "rank": rank, "entries": rows}
