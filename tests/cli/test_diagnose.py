@@ -127,6 +127,12 @@ def test_a_log_and_its_configuration(call: Call, tmp_path: Path) -> None:
     assert both[0]["rule"] == "loss_summed_over_accumulation"
 
 
+def test_a_configuration_alone(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("lr: 1e-4\n")
+    result = call("diagnose", str(tmp_path / "config.yaml"))
+    assert result.code == 2 and "together with its run" in result.err
+
+
 def test_a_configuration_that_is_not_valid(call: Call, tmp_path: Path) -> None:
     log = write_log(tmp_path / "train.log", range(1, 101), fall)
     (tmp_path / "config.json").write_text('{"a": ')

@@ -10,7 +10,7 @@ import typer
 from bessemer.cli.console import AS_JSON, print_json
 
 if TYPE_CHECKING:
-    from bessemer.diagnose.examine import Diagnosis, Evidence
+    from bessemer.diagnose.examine import Diagnosis, JudgedFinding
 
 SHOWN = 12  # findings with all their parts; the others have one line
 PLOTTED = 3  # findings with a figure
@@ -97,14 +97,14 @@ def _healthy(diagnosis: Diagnosis) -> str:
     return f"Nothing is wrong in {checked}, as far as these files tell{remarks}."
 
 
-def _title(entry: Evidence) -> str:
+def _title(entry: JudgedFinding) -> str:
     finding = entry.finding
     if finding.step is None or str(finding.step) in finding.symptom.replace(",", ""):
         return finding.symptom
     return f"{finding.symptom} at step {finding.step:,}"
 
 
-def _print_finding(console: Any, entry: Evidence, number: int, plot: bool) -> None:
+def _print_finding(console: Any, entry: JudgedFinding, number: int, plot: bool) -> None:
     from rich.text import Text
 
     finding = entry.finding
@@ -134,7 +134,7 @@ HIDDEN = ("line", "text", "also_in", "message")
 
 
 def _numbers(evidence: dict[str, Any]) -> str:
-    """Evidence in one line."""
+    """JudgedFinding in one line."""
     parts = []
     for name, value in evidence.items():
         if name not in HIDDEN and value not in (None, "", [], {}):
@@ -153,7 +153,7 @@ WORDS = {
 }  # fmt: skip
 
 
-def _figure(entry: Evidence) -> str:
+def _figure(entry: JudgedFinding) -> str:
     """The metric that the finding is about, with its step marked; empty without a run."""
     from bessemer.observe.figure import LineChart
 

@@ -40,7 +40,7 @@ CONTROL_SHARE = 0.02  # of characters, above which a file is not text
 
 
 @dataclass
-class Evidence:
+class JudgedFinding:
     """A finding with the file that it is from, and the run whose curves show it."""
 
     finding: Finding
@@ -52,7 +52,7 @@ class Evidence:
 class Diagnosis:
     """`read` tells what each input was taken for; `notes` what was left out."""
 
-    findings: list[Evidence] = field(default_factory=list)
+    findings: list[JudgedFinding] = field(default_factory=list)
     runs: list[ForeignRun] = field(default_factory=list)
     read: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -138,29 +138,31 @@ class _Examiner:
         return format or "text"
 
     def _add_texts(self, findings: list[Finding], source: str) -> None:
-        self.result.findings += [Evidence(finding, source) for finding in findings]
+        self.result.findings += [JudgedFinding(finding, source) for finding in findings]
 
     def finish(self) -> Diagnosis:
         result = self.result
+        if set(result.read.values()) == {"configuration"}:
+            raise UserError(f"{', '.join(result.read)}: only a configuration; give it together with its run or log")
         if self.dumps:
             self._add_texts(judge_flight(self.dumps), ", ".join(self.dump_names))
         for run in result.runs:
             run.settings = self.settings | run.settings
             source = str(run.paths[0]) if run.paths else run.name
-            result.findings += [Evidence(finding, source, run) for finding in judge_run(run)]
+            result.findings += [JudgedFinding(finding, source, run) for finding in judge_run(run)]
             result.notes += [f"{run.name}: {note}" for note in run.notes]
         for one in result.runs:
             for many in result.runs:
                 if one is not many and (finding := judge_scaling(one, many)):
-                    result.findings.append(Evidence(finding, f"{one.name}, {many.name}"))
+                    result.findings.append(JudgedFinding(finding, f"{one.name}, {many.name}"))
         result.findings = _ranked(result.findings)
         return result
 
 
-def _ranked(entries: list[Evidence]) -> list[Evidence]:
+def _ranked(entries: list[JudgedFinding]) -> list[JudgedFinding]:
     """Ranked; the same cause in several files is one finding, whose evidence names the other files."""
     by_id = {id(entry.finding): entry for entry in entries}
-    merged: dict[tuple[str, int | None, str], Evidence] = {}
+    merged: dict[tuple[str, int | None, str], JudgedFinding] = {}
     for finding in rank_findings([entry.finding for entry in entries]):
         entry = by_id[id(finding)]
         key = (finding.rule or finding.symptom, finding.step, finding.severity)

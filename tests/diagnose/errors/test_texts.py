@@ -43,6 +43,16 @@ def test_cause_comes_first_with_prefixes_colours_and_a_healthy_log_around(entry:
         assert first.step == 7
 
 
+@pytest.mark.parametrize("entry", TEXTS, ids=lambda entry: entry["cause"])
+def test_every_text_has_a_hint_for_long_logs(entry: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bessemer.diagnose.errors.log_text.REDUCED_BYTES", 1000)
+    healthy = "".join(f"step {step} loss 2.0\n" for step in range(1000))
+    first = judge_text(healthy + entry["text"] + healthy)[0]
+    assert first.rule == entry["cause"]
+    assert first.evidence["line"] > 1000
+    assert first.step in (999, 500) or "xid" in first.evidence
+
+
 @pytest.mark.parametrize("text", LOOK_ALIKES)
 def test_look_alikes(text: str) -> None:
     assert [finding.symptom for finding in judge_text(text) if finding.severity != "note"] == []

@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 # torchrun and NCCL write `[rank0]:`, torchrun --tee `[default0]:`, Ray `(Actor pid=9, ip=10.0.0.2)`.
@@ -19,6 +21,18 @@ _STEP = re.compile(
     r"\[\d",
     re.IGNORECASE,
 )
+# A word of every error text. Of a log over REDUCED_BYTES only the lines around them are searched: all patterns together
+# cost about a second a megabyte.
+HINTS = (
+    "rror", "xception", "Traceback", "Assertion", "ail", "FAIL", "Xid", "NVRM", "illed", "SIG", "signal", "CANCELLED",
+    "oom", "OOM", "ut of ", "ut Of ", "No space", "uota", "limit", "symbol", "not found", "No module", "exitcode",
+    "return code", "atchdog", "NVIDIA", "capabilit", "OVERFLOW", "Unsupported", "Too Many", "gated", "Segmentation",
+    "in use", "annot", "efused", "issing", "ismatch", "git-lfs", "doesn't", "not set", "not been", "does not",
+    "world_size", "WORLD_SIZE", "num_processes", "NET/IB", "_dynamo", "stuck", "Duplicate", "not all", "NumPy 1",
+    "NVSMI", "egal", "too old", "only", "busy", "Too many", "too many",
+)  # fmt: skip
+REDUCED_BYTES = 2 << 20
+CONTEXT = 80  # lines on both sides
 _STEP_REACH = 200_000  # characters before an error in which its step is looked for
 _TRACEBACK = re.compile(
     r"^(?P<indent>[ |+]*)Traceback \(most recent call last\):\n(?P<body>(?:(?P=indent)[ \t]+.*\n|[ \t]*\n)*)"
@@ -49,7 +63,7 @@ class LogText:
         lines: list[str] = []
         self.numbers: list[int] = []
         self.ranks: list[int | None] = []
-        for number, raw_line in enumerate(_ANSI.sub("", raw).split("\n"), 1):
+        for number, raw_line in _numbered_lines(_ANSI.sub("", raw)):
             for part in re.split(r"\r+", raw_line):
                 rank = None
                 while prefix := _PREFIX.match(part):
@@ -105,6 +119,27 @@ class LogText:
         if enclosing and line - enclosing[-1].line <= enclosing[-1].body.count("\n") + 2:
             return enclosing[-1].body
         return "\n".join(self.lines[max(0, self._index(offset) - 40) : self._index(offset)])
+
+
+def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of a text, with their numbers from 1; of a long text those near a hint."""
+    lines = text.split("\n")
+    if len(text) <= REDUCED_BYTES:
+        yield from enumerate(lines, 1)
+        return
+    starts = list(accumulate((len(line) + 1 for line in lines), initial=0))
+    chosen: set[int] = set()
+    for hint in HINTS:
+        at = text.find(hint)
+        while at >= 0:
+            index = bisect_right(starts, at) - 1
+            chosen.add(index)
+            at = text.find(hint, starts[index + 1])
+    end = 0
+    for index in sorted(chosen):
+        for near in range(max(end, index - CONTEXT), min(len(lines), index + CONTEXT + 1)):
+            yield near + 1, lines[near]
+        end = max(end, index + CONTEXT + 1)
 
 
 def _raised(match: re.Match[str], rank: int | None, line: int) -> RaisedError:
