@@ -63,7 +63,8 @@ def test_older_messages_without_sizes() -> None:
 def test_timeouts_that_follow_a_crash_are_notes() -> None:
     crash = (
         "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity "
-        "of 79.25 GiB of which 1.06 GiB is free. Including non-PyTorch memory, this process has 78.18 GiB memory in use.\n"
+        "of 79.25 GiB of which 1.06 GiB is free. Including non-PyTorch memory, this process has 78.18 GiB memory in "
+        "use.\n"
     )
     findings = judge_text(crash + "".join(timeout(rank, 1580) for rank in (0, 1, 2)))
     assert findings[0].rule == "activations" and findings[0].evidence["rank"] == 3

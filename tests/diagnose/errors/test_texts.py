@@ -97,12 +97,6 @@ def _in_place() -> None:
     y.sum().backward()
 
 
-def _groups() -> None:
-    a, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    state = torch.optim.AdamW(a.parameters()).state_dict()
-    torch.optim.AdamW([{"params": [b.weight]}, {"params": [b.bias]}]).load_state_dict(state)
-
-
 def _pickled(path: Path) -> None:
     torch.save({"args": FOLDER}, path / "x.pt")
     torch.load(path / "x.pt")
@@ -137,7 +131,6 @@ LIVE: dict[str, Callable[[], Any]] = {
     "vocabulary_differs": _embed_mismatch,
     "wrapper_prefix": _prefix,
     "architecture_differs": _missing,
-    "parameter_groups_differ": _groups,
 }
 LIVE_FILES = {"pickled_objects": _pickled, "truncated_file": _truncated}
 
