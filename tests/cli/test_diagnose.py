@@ -220,6 +220,23 @@ class TestConversations:
         first = findings(call, write_log(tmp_path / "train.log", range(1, 3001, 5), loss))[0]
         assert first["rule"] == "data_ordered" and first["evidence"]["period_steps"] == pytest.approx(250, rel=0.03)
 
+    def test_the_model_agrees_with_wrong_claims_after_dpo(self, call: Call, tmp_path: Path) -> None:
+        noise = random.Random(3)
+        rows = []
+        for step in range(5, 400, 5):
+            margin = 1.2 * (1 - math.exp(-step / 150))
+            rows.append({"step": step, "loss": math.log1p(math.exp(-margin)) + noise.gauss(0, 0.01),
+                         "rewards/chosen": 0.4 * margin, "rewards/rejected": -0.6 * margin, "rewards/margins": margin,
+                         "rewards/accuracies": min(0.74, 0.5 + margin / 4) + noise.gauss(0, 0.02),
+                         "logps/chosen": -200 + noise.gauss(0, 1), "logps/rejected": -220 - step / 100,
+                         "learning_rate": 5e-7, "grad_norm": noise.uniform(4, 6), "epoch": step / 400})  # fmt: skip
+        state = {"log_history": rows, "global_step": 395, "max_steps": 400}
+        (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+        result = call("diagnose", "trainer_state.json", "--json")
+        content = json.loads(result.out)
+        assert [finding["rule"] for finding in content["findings"] if finding["severity"] != "note"] == []
+        assert any("align probe sycophancy MODEL --before SFT_MODEL" in note for note in content["notes"])
+
     def test_eight_a100_are_only_3_times_as_fast(self, call: Call, tmp_path: Path) -> None:
         noise = random.Random(2)
         for devices, rate in ((1, 3100), (8, 9300)):

@@ -35,6 +35,11 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
 TABLE_FORMATS = ("csv", "jsonl", "hf_trainer", "tensorboard", "wandb", "mlflow", "aim")  # which hold no texts of errors
 CONFIG_BYTES = 1 << 20
+PREFERENCE_NOTE = (
+    "the curves of preference training do not show what the answers became, such as sycophantic or long; "
+    "`bessemer align probe sycophancy MODEL --before SFT_MODEL` measures agreement with wrong claims, and "
+    "`bessemer align audit PAIRS` whether the chosen answers teach it"
+)
 MOST_LOGS = 200  # of a folder
 CONTROL_SHARE = 0.02  # of characters, above which a file is not text
 
@@ -151,6 +156,8 @@ class _Examiner:
             source = str(run.paths[0]) if run.paths else run.name
             result.findings += [JudgedFinding(finding, source, run) for finding in judge_run(run)]
             result.notes += [f"{run.name}: {note}" for note in run.notes]
+            if "reward_margin" in run.series:
+                result.notes.append(f"{run.name}: {PREFERENCE_NOTE}")
         for one in result.runs:
             for many in result.runs:
                 if one is not many and (finding := judge_scaling(one, many)):

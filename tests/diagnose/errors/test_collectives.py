@@ -32,6 +32,11 @@ def test_a_rank_that_does_not_wait_is_the_suspect() -> None:
     assert finding.rule == "rank_missing" and finding.cause.startswith("Rank 0 does not wait")
 
 
+def test_half_of_the_ranks_are_missing() -> None:
+    finding = first("WORLD_SIZE=4\n" + timeout(0, 1580) + timeout(1, 1580))
+    assert finding.rule == "rank_missing" and finding.cause.startswith("Ranks 2-3 do not wait")
+
+
 def test_different_collectives_at_one_place() -> None:
     finding = first(timeout(7, 80078, "BROADCAST", 5056) + timeout(3, 80078, "ALLREDUCE", 2106881))
     assert finding.rule == "collective_mismatch"

@@ -1,5 +1,7 @@
 """Each text of an error gives its cause first; texts that only resemble errors give none."""
 
+import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +58,18 @@ def test_every_text_has_a_hint_for_long_logs(entry: dict[str, str], monkeypatch:
 @pytest.mark.parametrize("text", LOOK_ALIKES)
 def test_look_alikes(text: str) -> None:
     assert [finding.symptom for finding in judge_text(text) if finding.severity != "note"] == []
+
+
+def test_damaged_texts_are_read() -> None:
+    """Logs are cut, mixed and overwritten: reading them never fails, and what they give can be written as JSON."""
+    chance = random.Random(5)
+    for _ in range(200):
+        text = "".join(entry["text"] for entry in chance.sample(TEXTS, 3))
+        for _ in range(6):
+            start = chance.randrange(len(text) + 1)
+            filler = chance.choice(["", "\n", "0", "|", "[rank1]: ", " : ", "é", "nan", "-"])
+            text = text[:start] + filler + text[start + chance.randrange(30) :]
+        json.dumps([finding.to_json() for finding in judge_text(text)])
 
 
 def test_rules_are_complete() -> None:

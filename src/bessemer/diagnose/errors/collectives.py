@@ -58,7 +58,7 @@ def _timeout_causes(sequences: dict[int, int], calls: set[tuple[str, str]], sile
     lowest, highest = min(sequences.values()), max(sequences.values())
     behind = sorted(rank for rank, sequence in sequences.items() if sequence == lowest)
     causes = [
-        Cause("network_or_gpu_hang", "All ranks wait in the same collective: a link, a NIC or a GPU does not move "
+        Cause("network_or_gpu_hang", "The ranks wait in the same collective: a link, a NIC or a GPU does not move "
               "data.",
               0.5 if highest == lowest else 0.15, "`dmesg | grep -i -E 'xid|nvlink|mlx5'` on all hosts; `ibstat`; "
               "`all_reduce_perf -b 1G -e 1G` from nccl-tests between pairs of hosts.",
@@ -84,11 +84,12 @@ def _timeout_causes(sequences: dict[int, int], calls: set[tuple[str, str]], sile
                   f"Which branch depends on the rank or its data? {_RECORD}",
                   "Call the same collectives in the same order on every rank.")
         )  # fmt: skip
-    elif silent and len(silent) < len(sequences):
+    elif silent:
         ranks = f"Rank {silent[0]} does" if len(silent) == 1 else f"Ranks {format_ranks(silent)} do"
+        likely = 0.7 if len(silent) < len(sequences) else 0.55  # the log may be of one node
         causes.append(
             Cause("rank_missing", f"{ranks} not wait: ended, or busy elsewhere; rank 0 alone in a save or an "
-                  f"evaluation is usual.", 0.7, f"The log of that rank, and `py-spy dump --pid PID`. {_RECORD}",
+                  f"evaluation is usual.", likely, f"The log of that rank, and `py-spy dump --pid PID`. {_RECORD}",
                   "Let all ranks enter saves and evaluations, or end rank 0's work before the next collective.")
         )  # fmt: skip
     if highest <= EARLY:
@@ -129,7 +130,8 @@ def _judge_group(name: str, ranks: dict[int, dict[int, dict[str, Any]]], dumped:
     shapes = {str(entry.get("input_sizes")) for entry in at.values()}
     not_started = sorted(rank for rank, entry in at.items() if entry.get("state") == "scheduled")
     example = next(iter(at.values()))
-    frames = [frame for frame in example.get("frames") or [] if "site-packages" not in str(frame.get("filename"))]
+    frames = [frame for frame in example.get("frames") or [] if isinstance(frame, dict)]
+    frames = [frame for frame in frames if "site-packages" not in str(frame.get("filename"))]
     evidence: dict[str, Any] = {
         "group": name, "sequence": stuck, "operation": sorted(operations), "states": dict(states)
     }  # fmt: skip

@@ -12,7 +12,7 @@ from bessemer.diagnose.errors.log_text import LogText
 from bessemer.diagnose.errors.rule import place_evidence
 from bessemer.run.finding import Cause, Finding
 
-_SIZE = r"([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)"
+_SIZE = r"(\d+(?:\.\d+)?) ?(bytes|B|KiB|MiB|GiB|TiB)"
 _GIB = {"bytes": 2**-30, "B": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0, "TiB": 2.0**10}
 _START = re.compile(
     rf"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate "
