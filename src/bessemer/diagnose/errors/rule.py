@@ -13,6 +13,9 @@ from bessemer.diagnose.errors.log_text import LogText
 from bessemer.run.finding import Cause, Finding
 
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where libyaml is there
+
+
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.MULTILINE)
@@ -23,7 +26,7 @@ def error_rules() -> tuple[ErrorRule, ...]:
     """All rules of texts/*.yaml."""
     rules = []
     for path in sorted((Path(__file__).parent / "texts").glob("*.yaml")):
-        for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
+        for entry in yaml.load(path.read_text(encoding="utf-8"), _LOADER):
             causes = tuple(Cause(**cause) for cause in entry.pop("causes"))
             rules.append(ErrorRule("|".join(entry.pop("patterns")), causes=causes, **entry))
     return tuple(rules)
