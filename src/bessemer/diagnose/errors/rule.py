@@ -12,7 +12,6 @@ import yaml
 from bessemer.diagnose.errors.log_text import LogText
 from bessemer.run.finding import Cause, Finding
 
-
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where libyaml is there
 
 
