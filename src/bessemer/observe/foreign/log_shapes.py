@@ -111,6 +111,7 @@ ANY_STEP = re.compile(
     r"(?i)(?:^|[^a-z_])(?:global[ _]?step|step|iter|iteration|update|batch)s?\s*[:=#]?\s*[\[(]?" + COMMA
 )
 LOSS_KEY = re.compile(r"(?i)loss([_/]\w+)?$")
+ANY_EPOCH = re.compile(r"(?i)(?:^|[^a-z])epoch\s*[:=#]?\s*[\[(]?(\d+)")
 COMPANIONS = ("deepspeed",)  # formats whose lines add to those of another
 OVERFLOW = re.compile(r"Attempted loss scale: [\d.e+]+, reducing to ([\d.e+]+)")
 SETTING = re.compile(r"^\s*(?:\S+: )?([a-z][a-z0-9_]+) \.{2,} (\S.*?)\s*$")  # Megatron's list of its arguments
