@@ -38,8 +38,8 @@ def read_csv(path: Path) -> list[ForeignRun]:
     header = csv_header(path)
     step_name = step_column(header[0]) if header else None
     if header is None or step_name is None:
-        columns = ", ".join(header[0][:12]) if header else "no header"
-        raise UserError(f"{path}: no step column among {columns}; looked for one of {', '.join(STEP_KEYS[:8])}")
+        present = ", ".join(header[0][:12]) if header else "no header"
+        raise UserError(f"{path}: no step column among {present}; looked for one of {', '.join(STEP_KEYS[:8])}")
     columns, delimiter = header
     step_at = columns.index(step_name)
     builders, targets = _csv_targets(path, columns, step_at)
