@@ -28,6 +28,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
         {"weights_frozen", "gradient_vanishing", "lr_too_low", "validation_mismatch", "batch_too_small"}
     ),
     "labels_not_shifted": frozenset({"gradient_vanishing", "epoch_memorised", "batch_too_small"}),
+    "batch_too_small": frozenset({"lr_too_high", "bad_batch", "weights_damaged"}),
     "memory_leak": frozenset({"step_time_grows"}),
     "slow_data": frozenset({"stragglers", "worker_stall", "slowed_down"}),
     "weights_frozen": frozenset({"plateau", "gradient_vanishing"}),

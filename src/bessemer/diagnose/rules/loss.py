@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from bessemer.diagnose.rules.causes import make_finding, rank
-from bessemer.diagnose.rules.curve import Curve, Outlier, find_outliers, find_period, trend
+from bessemer.diagnose.rules.curve import Curve, Outlier, find_cycle, find_outliers, find_period, trend
 from bessemer.diagnose.rules.view import RunView
-from bessemer.guard.losses import band_power
 from bessemer.run.finding import Cause, Finding
 
 START_MARGIN = 0.3  # nats around ln V at the start
@@ -365,7 +364,8 @@ def _explain_quick(view: RunView, loss: Curve, outliers: list[Outlier]) -> Findi
         scores.update(lr_too_high=0.45)
     causes = rank(view, **scores)
     times = f"{len(outliers)} times, most at" if len(outliers) > 1 else "at"
-    text = f"the loss jumps from {largest.usual:.3g} to {largest.value:.3g} {times} step {largest.step} and is back at once"
+    change = f"from {largest.usual:.3g} to {largest.value:.3g}"
+    text = f"the loss jumps {change} {times} step {largest.step} and is back at once"
     severity = "warning" if largest.rise > 0.3 or len(outliers) > 2 else "note"
     return make_finding(text, causes, severity, largest.step, evidence)
 
@@ -388,20 +388,20 @@ def _explain_slow(view: RunView, loss: Curve, outlier: Outlier, outliers: list[O
 
 
 def judge_oscillation(view: RunView, loss: Curve) -> Finding | None:
-    """A cycle: most of the variance lies in a narrow band of the spectrum, in both halves of the second part."""
-    if len(loss) < 128:
+    """A cycle that repeats in both halves of the last three quarters."""
+    if len(loss) < 96:
         return None
-    part = loss.values[len(loss) // 4 :]
-    pieces = [part] if len(part) < 192 else [part[: len(part) // 2], part[len(part) // 2 :]]
-    bands = [band_power([float(value) for value in piece[-256:]]) for piece in pieces]
-    periods = [band[1] for band in bands]
-    swing = float(np.median([band[2] for band in bands]))
-    if min(band[0] for band in bands) < 0.6 or swing < 0.05 or max(periods) > 1.25 * min(periods):
+    part = loss.part(len(loss) // 4)
+    cycle = find_cycle(part)
+    if cycle is None:
         return None
-    period = periods[-1] * loss.interval()
-    evidence = {"period_steps": round(period, 1), "swing": round(swing, 3), "power": round(min(b[0] for b in bands), 2)}
+    points, share, size = cycle
+    swing, period = size / max(abs(part.level(0.5)), 1e-9), points * loss.interval()
+    if swing < 0.05:
+        return None
+    evidence = {"period_steps": period, "swing": round(swing, 3), "share_of_variance": round(share, 2)}
     causes = rank(view, data_ordered=0.75, lr_too_high=0.3)
-    text = f"the loss swings by {swing:.0%} with a period of {period:.0f} steps"
+    text = f"the loss swings by {swing:.0%} with a period of {period} steps"
     return make_finding(text, causes, "warning", loss.steps[-1], evidence)
 
 
