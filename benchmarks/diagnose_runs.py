@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CONTEXT = 32
-WINDOW = 8
+CONTEXT = 16
+WINDOW = 6
 VOCABULARY = 98  # printable ASCII, newline, one for the rest
-VALIDATION_ROWS = 32
+VALIDATION_ROWS = 128
 Record = dict[str, float]
 
 
@@ -78,19 +78,19 @@ class Plan:
 
 
 class TinyModel(nn.Module):
-    """A causal language model of the eight last characters (Bengio et al. 2003): embeddings, one or two hidden layers."""
+    """A causal language model of the last six characters (Bengio et al. 2003): embeddings, one or two hidden layers."""
 
     def __init__(self, width: int, layers: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, 12)
-        self.mix = nn.Conv1d(12, 2 * width, WINDOW)
+        self.mix = nn.Linear(12 * WINDOW, 2 * width)
         self.hidden = nn.ModuleList(nn.Linear(2 * width, 2 * width) for _ in range(layers - 1))
         self.head = nn.Linear(2 * width, vocabulary, bias=False)
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, x_BT: Tensor) -> Tensor:
-        h = F.pad(self.embedding(x_BT).transpose(1, 2), (WINDOW - 1, 0))
-        h = F.gelu(self.mix(h)).transpose(1, 2)
+        window = F.pad(x_BT, (WINDOW - 1, 0)).unfold(1, WINDOW, 1)
+        h = F.gelu(self.mix(self.embedding(window).flatten(2)))
         for layer in self.hidden:
             h = h + F.gelu(layer(h))
         return self.head(h)
@@ -105,7 +105,7 @@ def text_ids() -> Tensor:
 
 
 def rows_of(ids: Tensor, starts: list[int]) -> Tensor:
-    return torch.stack([ids[start : start + CONTEXT + 1] for start in starts])
+    return ids[torch.tensor(starts)[:, None] + torch.arange(CONTEXT + 1)]
 
 
 def rate_at(plan: Plan, step: int) -> float:
@@ -204,7 +204,7 @@ def train(plan: Plan) -> list[Record]:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
 
 def loss_of(plan: Plan, model: nn.Module, rows: Tensor, step: int, validation: bool = False) -> Tensor:
@@ -232,11 +232,11 @@ def healthy_plan(draw: random.Random) -> Plan:
     """Settings that people use and that work: each run has its own."""
     layers = draw.choice([1, 1, 2])
     schedule = draw.choice(["cosine", "linear", "constant"])
-    steps = draw.choice([200, 300, 400])
+    steps = draw.choice([160, 200, 280])
     return Plan(
-        seed=draw.randrange(10**6), steps=steps, lr=10 ** draw.uniform(-2.8, -2.2), warmup=draw.choice([10, 20, 40]),
-        schedule=schedule, rows=draw.choice([8, 16, 32]), accumulation=draw.choice([1, 1, 1, 2, 4]), layers=layers,
-        width=draw.choice([24, 32, 48]), clip=draw.choice([0.5, 1.0]), evaluate_every=draw.choice([20, 25, 50]),
+        seed=draw.randrange(10**6), steps=steps, lr=10 ** draw.uniform(-2.8, -2.2), warmup=draw.choice([10, 20, 30]),
+        schedule=schedule, rows=draw.choice([16, 24, 32]), accumulation=draw.choice([1, 1, 1, 2, 4]), layers=layers,
+        width=draw.choice([16, 24, 32]), clip=draw.choice([0.5, 1.0]), evaluate_every=draw.choice([20, 25, 50]),
     )  # fmt: skip
 
 
@@ -284,7 +284,7 @@ def _masked_batches(plan: Plan, draw: random.Random) -> None:
 
 def _ordered(plan: Plan, draw: random.Random) -> None:
     period = draw.choice([12, 16, 24])
-    plan.rows, plan.accumulation = 16, 1
+    plan.rows, plan.accumulation = 24, 1
     rows = rows_of(text_ids()[: plan.characters], list(range(0, plan.characters - CONTEXT - 1, CONTEXT)))
     spaces = (rows == 1).float().mean(1)
     ranked = torch.argsort(spaces).tolist()  # from dense code to indentation
@@ -301,6 +301,7 @@ def _leak(plan: Plan, draw: random.Random) -> None:
     """Held-out rows are mixed into most training batches from some step on."""
     at = draw.randrange(plan.steps // 4, plan.steps // 2)
     held: list[Tensor] = []
+    pick = torch.Generator().manual_seed(plan.seed)
 
     def remember(step: int, rows: Tensor) -> Tensor:
         held[:] = [rows]
@@ -310,11 +311,11 @@ def _leak(plan: Plan, draw: random.Random) -> None:
         if held and step >= at:
             batch = batch.clone()
             count = len(batch) // 2
-            batch[:count] = held[0][torch.randint(0, len(held[0]), (count,))]
+            batch[:count] = held[0][torch.randint(0, len(held[0]), (count,), generator=pick)]
         return batch
 
     plan.on_validation, plan.on_batch, plan.evaluate_every = remember, mix, 20
-    plan.width, plan.layers, plan.rows = 48, 2, 16
+    plan.width, plan.layers, plan.rows, plan.lr = 48, 2, 32, 5e-3
 
 
 def _wrong_start(plan: Plan, draw: random.Random) -> None:
@@ -329,8 +330,8 @@ def _wrong_start(plan: Plan, draw: random.Random) -> None:
 
 
 def _small_data(plan: Plan, draw: random.Random) -> None:
-    plan.characters, plan.width, plan.layers = draw.choice([6_000, 10_000, 16_000]), 64, 2
-    plan.lr, plan.steps, plan.schedule, plan.evaluate_every, plan.rows = 5e-3, 400, "constant", 20, 32
+    plan.characters, plan.width, plan.layers = draw.choice([3_000, 5_000, 8_000]), 48, 2
+    plan.lr, plan.steps, plan.schedule, plan.evaluate_every, plan.rows = 6e-3, 300, "constant", 20, 48
 
 
 def _leak_memory(plan: Plan, draw: random.Random) -> None:
@@ -393,7 +394,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[Plan, random.Random], None]]]
     "division by zero": (("nonfinite_input",), _nonfinite),
     "masked labels": (("labels_masked",), _set(labels="masked")),
     "masked batches": (("labels_masked",), _masked_batches),
-    "labels not shifted": (("labels_not_shifted",), _set(labels="same", steps=400, lr=1e-2, width=48)),
+    "labels not shifted": (("labels_not_shifted",), _set(labels="same", steps=240, lr=1e-2, width=32)),
     "loss summed": (("loss_summed_over_accumulation",), _set(accumulation=lambda p, d: d.choice([2, 4, 8]),
                     loss_factor=lambda p, d: p.accumulation, rows=8)),
     "loss divided twice": (("loss_divided_twice",), _set(accumulation=lambda p, d: d.choice([2, 4, 8]),
@@ -409,7 +410,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[Plan, random.Random], None]]]
                           schedule_steps=lambda p, d: int(p.steps * d.uniform(2, 5)))),
     "schedule restarted": (("schedule_restarted",), _set(schedule="cosine", restart_at=lambda p, d: int(p.steps * d.uniform(0.5, 0.7)),
                            lose=("schedule", "optimizer"))),
-    "batch of one": (("batch_too_small",), _set(rows=1, accumulation=1, steps=400)),
+    "batch of one": (("batch_too_small",), _set(rows=1, accumulation=1, steps=300)),
     "fp16 overflow": (("fp16_overflow",), _large_gradients),
     "bf16 weights": (("bf16_updates_lost",), _set(half_weights=True, lr=lambda p, d: 10 ** d.uniform(-6, -5.5), schedule="constant")),
     "slow loader": (("slow_data",), _slow_loader),

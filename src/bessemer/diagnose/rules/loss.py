@@ -311,6 +311,9 @@ def judge_stuck(view: RunView, loss: Curve) -> Finding | None:
 
 def _judge_slow(view: RunView, loss: Curve, parts: Any, evidence: dict[str, Any]) -> Finding | None:
     """A straight fall that covers little: the rate is too low."""
+    rates = view.curve("lr", 2)
+    if len(loss) < 32 or (rates is not None and np.argmax(rates.values) > 0.5 * len(rates)):
+        return None  # too early to tell, or still warming up
     total = float(parts[0] - parts[-1])
     half = float(parts[0] - parts[len(parts) // 2])
     uniform = math.log(view.number("vocabulary") or 1) or float(loss.values[0])
