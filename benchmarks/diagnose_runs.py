@@ -1,7 +1,7 @@
 """Tiny real training runs with planted faults, for benchmarks/diagnose.py.
 
-A character model of some thousand parameters learns Python source; faults change its data, its loss, its optimizer or its
-loop, never its numbers afterwards. Each run gives its records; `diagnose_formats` writes them.
+A character model of some thousand parameters learns Python source. Faults change its data, loss, optimizer or loop,
+never the numbers afterwards. Each run gives its records; `diagnose_formats` writes them.
 """
 
 from __future__ import annotations
@@ -223,7 +223,8 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY, "block_size": CONTEXT, "batch_size": plan.rows, "learning_rate": plan.lr,
         "gradient_accumulation_steps": plan.accumulation, "warmup_steps": plan.warmup, "max_grad_norm": plan.clip,
-        "lr_scheduler_type": plan.schedule, "dtype": "fp16" if plan.scaled_fp16 else "bfloat16" if plan.half_weights else "float32",
+        "lr_scheduler_type": plan.schedule,
+        "dtype": "fp16" if plan.scaled_fp16 else "bfloat16" if plan.half_weights else "float32",
         "n_layer": plan.layers, "n_embd": plan.width,
     }  # fmt: skip
 
@@ -247,7 +248,11 @@ def _spike(plan: Plan, draw: random.Random) -> None:
     steps = {draw.randrange(plan.steps // 3, plan.steps - 20) for _ in range(draw.choice([1, 1, 2, 4]))}
     noise = torch.Generator().manual_seed(plan.seed)
     plan.accumulation = 1
-    plan.on_batch = lambda step, batch: torch.randint(0, VOCABULARY, batch.shape, generator=noise) if step in steps else batch
+
+    def corrupt(step: int, batch: Tensor) -> Tensor:
+        return torch.randint(0, VOCABULARY, batch.shape, generator=noise) if step in steps else batch
+
+    plan.on_batch = corrupt
 
 
 def _damage(plan: Plan, draw: random.Random) -> None:
@@ -374,6 +379,11 @@ def _random_stalls(plan: Plan, draw: random.Random) -> None:
     plan.steps, plan.stall_s = 120, lambda step: 0.25 if step in slow else 0.0
 
 
+def _rate_jump(plan: Plan, draw: random.Random) -> None:
+    at, plan.schedule = draw.randrange(plan.steps // 3, plan.steps // 2), "constant"
+    plan.rate_factor = lambda step: 60.0 if step >= at else 1.0
+
+
 def _large_gradients(plan: Plan, draw: random.Random) -> None:
     """Gradients that are too large for half precision, at an unchanged loss."""
     factor = 10 ** draw.uniform(4.5, 6)
@@ -388,7 +398,8 @@ def _large_gradients(plan: Plan, draw: random.Random) -> None:
 FAULTS: dict[str, tuple[tuple[str, ...], Callable[[Plan, random.Random], None]]] = {
     "rate x50": (("lr_too_high",), _set(lr=lambda p, d: 10 ** d.uniform(-0.6, 0.2), schedule="constant", clip=1e9)),
     "rate / 300": (("lr_too_low",), _set(lr=lambda p, d: 10 ** d.uniform(-5.3, -4.7), schedule="constant")),
-    "no warm-up": (("warmup_missing",), _set(warmup=0, lr=lambda p, d: d.uniform(0.03, 0.06), layers=2, width=48)),
+    "no warm-up": (("warmup_missing",), _set(warmup=0, lr=lambda p, d: d.uniform(0.1, 0.2), layers=2,
+                   schedule="cosine", clip=1e9)),
     "corrupt batches": (("bad_batch",), _spike),
     "damaged weights": (("weights_damaged",), _damage),
     "division by zero": (("nonfinite_input",), _nonfinite),
@@ -408,19 +419,31 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[Plan, random.Random], None]]]
                            schedule_steps=lambda p, d: int(p.steps * d.uniform(0.3, 0.7)))),
     "schedule too long": (("schedule_too_long",), _set(schedule=lambda p, d: d.choice(["cosine", "linear"]),
                           schedule_steps=lambda p, d: int(p.steps * d.uniform(2, 5)))),
-    "schedule restarted": (("schedule_restarted",), _set(schedule="cosine", restart_at=lambda p, d: int(p.steps * d.uniform(0.5, 0.7)),
-                           lose=("schedule", "optimizer"))),
+    "schedule restarted": (("schedule_restarted",), _set(schedule="cosine", lose=("schedule", "optimizer"),
+                           restart_at=lambda p, d: int(p.steps * d.uniform(0.5, 0.7)))),
     "batch of one": (("batch_too_small",), _set(rows=1, accumulation=1, steps=300)),
     "fp16 overflow": (("fp16_overflow",), _large_gradients),
-    "bf16 weights": (("bf16_updates_lost",), _set(half_weights=True, lr=lambda p, d: 10 ** d.uniform(-6, -5.5), schedule="constant")),
+    "bf16 weights": (("bf16_updates_lost",), _set(half_weights=True, schedule="constant",
+                     lr=lambda p, d: 10 ** d.uniform(-6, -5.5))),
     "slow loader": (("slow_data",), _slow_loader),
     "periodic stall": (("periodic_stall", "worker_stall"), _stall),
     "growing steps": (("step_time_grows",), _growing_loop),
     "throttled": (("slowed_down",), _throttle),
     "random stalls": (("stragglers",), _random_stalls),
     "memory leak": (("memory_leak",), _leak_memory),
-    "rate jump": (("lr_jump", "lr_too_high"), _set(rate_factor=lambda p, d: (lambda step, at=d.randrange(p.steps // 3, p.steps // 2): 60.0 if step >= at else 1.0),
-                  schedule="constant")),
+    "rate jump": (("lr_jump", "lr_too_high"), _rate_jump),
+}  # fmt: skip
+
+
+# Metrics without which a fault cannot be told apart.
+NEEDS: dict[str, set[str]] = {
+    "no warm-up": {"lr"}, "masked labels": {"grad_norm"}, "masked batches": {"grad_norm"}, "loss summed": {"settings"},
+    "loss divided twice": {"settings"}, "frozen": {"grad_norm"}, "small data": {"validation_loss"},
+    "held-out rows in training": {"validation_loss"}, "labels not shifted": {"validation_loss"},
+    "schedule too short": {"lr"}, "schedule too long": {"lr"}, "schedule restarted": {"lr"}, "fp16 overflow": {"loss_scale"},
+    "slow loader": {"data_wait_s"}, "periodic stall": {"step_s"}, "growing steps": {"step_s"}, "throttled": {"step_s"},
+    "random stalls": {"step_s"}, "memory leak": {"memory_bytes"}, "rate jump": {"lr"}, "bf16 weights": {"settings"},
+    "rate / 300": {"lr"}, "rate x50": {"lr"},
 }  # fmt: skip
 
 

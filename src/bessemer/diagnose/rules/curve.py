@@ -141,7 +141,7 @@ def find_period(steps: list[int] | npt.NDArray[np.int64], tolerance: float = 0.1
 
 
 def find_cycle(curve: Curve, longest: int = 64) -> tuple[int, float, float] | None:
-    """A pattern that repeats: its period in points, the share of the variance that it explains, and its swing. The means
+    """A pattern that repeats: its period in points, the share of the variance that it explains, its swing. The means
     of the phases must agree between two halves of the curve."""
     n = len(curve)
     reach = min(longest, n // 6)

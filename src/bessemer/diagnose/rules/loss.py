@@ -14,6 +14,7 @@ from bessemer.run.finding import Cause, Finding
 
 START_MARGIN = 0.3  # nats around ln V at the start
 SCALES_OF_START = 0.08  # tolerance of the first loss over a multiple of ln V
+HIGH_RATE = 0.03  # of Adam
 
 
 def judge_loss(view: RunView) -> list[Finding]:
@@ -29,7 +30,11 @@ def judge_loss(view: RunView) -> list[Finding]:
     findings += [shape] if shape else []
     findings += judge_spikes(view, loss, shape)
     if shape is None:
-        findings += [finding for finding in (judge_oscillation(view, loss), judge_plateau(view, loss)) if finding]
+        findings += [
+            finding
+            for finding in (judge_oscillation(view, loss), judge_high_rate(view, loss) or judge_plateau(view, loss))
+            if finding
+        ]
     return findings
 
 
@@ -295,12 +300,14 @@ def judge_stuck(view: RunView, loss: Curve) -> Finding | None:
     steady = norm is not None and float(np.ptp(norm.chunks(8))) < 0.1 * float(np.median(norm.values))
     if steady:
         scores.update(lr_too_high=0.05)
+    if trend(loss) < -0.6:  # it does fall, all the time
+        scores.update(lr_too_low=0.6, weights_frozen=0.15)
     if hump:
         scores.update(lr_too_high=0.75, weights_frozen=0.05, lr_too_low=0.1)
-    peak = view.number("lr") or (float(rates.values.max()) if rates is not None else None)
+    peak = peak_rate(view)
     if peak is not None and peak < 2e-6:
         scores.update(lr_too_low=0.7)
-    elif peak is not None and peak > 3e-2:
+    elif peak is not None and peak > HIGH_RATE:
         scores.update(lr_too_high=0.8)
     if view.precision == "bf16" and not hump:
         scores.update(bf16_updates_lost=0.45)
@@ -406,6 +413,27 @@ def judge_oscillation(view: RunView, loss: Curve) -> Finding | None:
     causes = rank(view, data_ordered=0.75, lr_too_high=0.3)
     text = f"the loss swings by {swing:.0%} with a period of {period} steps"
     return make_finding(text, causes, "warning", loss.steps[-1], evidence)
+
+
+def peak_rate(view: RunView) -> float | None:
+    rates = view.curve("lr")
+    return view.number("lr") or (float(rates.values.max()) if rates is not None else None)
+
+
+def judge_high_rate(view: RunView, loss: Curve) -> Finding | None:
+    """A rate that hardly any language model bears with Adam, and a loss that stops falling early."""
+    peak, optimizer = peak_rate(view), str(view.setting("optimizer") or "").lower()
+    if peak is None or peak < HIGH_RATE or len(loss) < 48 or any(name in optimizer for name in ("sgd", "muon", "lars")):
+        return None
+    half = loss.part(len(loss) // 2)
+    gain = half.level(0.3, end=False) - half.level(0.3)
+    all_gain = max(float(np.median(loss.values[:3])) - half.level(0.3), 1e-9)
+    if gain > 0.1 * all_gain:
+        return None
+    evidence = {"lr": peak, "gain_in_second_half": round(gain, 4), "gain": round(all_gain, 4)}
+    causes = rank(view, lr_too_high=0.8, warmup_missing=0.15, plateau=0.1)
+    text = f"the loss stays at {half.level(0.3):.3g} since step {half.steps[0]} with a learning rate of {peak:.2g}"
+    return make_finding(text, causes, "warning", half.steps[0], evidence)
 
 
 def judge_plateau(view: RunView, loss: Curve) -> Finding | None:
