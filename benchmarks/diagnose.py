@@ -1,8 +1,8 @@
-"""How often `judge_run` names the planted fault of tiny real runs, and how often it alarms on healthy ones.
+"""How often `judge_run` names the planted fault of tiny real runs, and how often healthy runs raise alarms.
 
     python benchmarks/diagnose.py --tuned 0:2 --held-out 100:102 --healthy 50 --write benchmarks/results/DATE-diagnose.json
 
-The rules were tuned on the seeds of `--tuned`; those of `--held-out` draw other strengths, steps, rates and shapes, and
+The rules were tuned on the seeds of `--tuned`. Those of `--held-out` draw other strengths, steps, rates and shapes, and
 are reported apart. Every run is trained here, written in one of eight formats, read back and judged. `--keep FOLDER` keeps
 the records, so that a second call judges them without training.
 """
@@ -45,7 +45,7 @@ def load_or_train(kind: str | None, seed: int, folder: Path) -> TinyRun:
 
 
 def judge_in_format(run: TinyRun, format: str) -> list[Finding]:
-    """Writes, reads and judges. Settings come with the run where the format's own files have none, as from a config."""
+    """Writes, reads and judges. Settings that the format's files do not hold are added, as from a config file."""
     name, write = WRITERS[format]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
@@ -58,7 +58,7 @@ def judge_in_format(run: TinyRun, format: str) -> list[Finding]:
 
 
 def ranked_causes(findings: list[Finding]) -> list[str]:
-    """The causes in the order in which a reader meets them: of each finding the first, then the alternatives of the first."""
+    """The first two findings' causes, then the alternatives of the first."""
     names = [finding.rule for finding in findings[:1]]
     names += [cause.name for finding in findings[:1] for cause in finding.alternatives]
     later = [finding.rule for finding in findings[1:]]
@@ -135,13 +135,13 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    began = time.time()
+    began, commit = time.time(), ["git", "rev-parse", "HEAD"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         result = {
             "command": "python benchmarks/diagnose.py " + " ".join(sys.argv[1:]), "date": date.today().isoformat(),
-            "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
+            "commit": subprocess.run(commit, capture_output=True, text=True, check=False).stdout.strip(),
             "hardware": f"{platform.machine()}, {os.cpu_count()} processors", "torch": torch.__version__,
             "formats": sorted(WRITERS), "tuned": score(arguments.tuned, folder),
             "held_out": score(arguments.held_out, folder), "healthy": score_healthy(arguments.healthy, folder),

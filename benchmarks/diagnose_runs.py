@@ -424,7 +424,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[Plan, random.Random], None]]]
     "batch of one": (("batch_too_small",), _set(rows=1, accumulation=1, steps=300)),
     "fp16 overflow": (("fp16_overflow",), _large_gradients),
     "bf16 weights": (("bf16_updates_lost",), _set(half_weights=True, schedule="constant",
-                     lr=lambda p, d: 10 ** d.uniform(-6, -5.5))),
+                     lr=lambda p, d: 10 ** d.uniform(-4.5, -4))),
     "slow loader": (("slow_data",), _slow_loader),
     "periodic stall": (("periodic_stall", "worker_stall"), _stall),
     "growing steps": (("step_time_grows",), _growing_loop),

@@ -172,7 +172,7 @@ def _judge_first_loss(view: RunView, loss: Curve) -> list[Finding]:
     ratio = first / uniform
     early = loss.mean_of <= max(1, 0.1 * view.last_step)
     if first > uniform + START_MARGIN and ratio > 1 + SCALES_OF_START:
-        unit = accumulation if accumulation > 1 and abs(ratio / accumulation - 1) < SCALES_OF_START else 0
+        unit = accumulation if accumulation > 1 and abs(ratio / accumulation - 1) < SCALES_OF_START / 2 else 0
         whole_number = ratio > 1.8 and abs(ratio / round(ratio) - 1) < 0.03
         lasting = loss.level(0.1) > 0.5 * first or (unit > 1 and loss.level(0.1) > 0.1 * first)
         scaled = 0.9 if unit else 0.45 if whole_number else 0.1
@@ -245,6 +245,9 @@ def _rise_causes(view: RunView, loss: Curve, step: int, onset: int, evidence: di
     early = onset <= max(8, 0.12 * len(loss))
     if early and not has_warmup(view):
         scores.update(lr_too_high=0.6, warmup_missing=0.5)
+    high = (peak_rate(view) or 0.0) > HIGH_RATE
+    if high:
+        scores.update(lr_too_high=0.85)
     jump = lr_jump(view, step)
     at_once = onset >= 2 and _jump_share(loss, onset) > 0.6
     norm = view.curve("grad_norm", 16)
@@ -261,7 +264,7 @@ def _rise_causes(view: RunView, loss: Curve, step: int, onset: int, evidence: di
         evidence["restart"] = restart
         state = {"schedule_restarted": 0.85} if jump > 1.5 else {"optimizer_state_lost": 0.7, "weights_damaged": 0.5}
         scores.update(lr_too_high=0.2, **state)
-    elif at_once and jump <= 2 and not early:
+    elif at_once and jump <= 2 and not early and not high:
         scores.update(weights_damaged=0.6, lr_too_high=0.4)
     if view.precision == "fp16":
         scores["fp16_overflow"] = 0.3
@@ -310,7 +313,7 @@ def judge_stuck(view: RunView, loss: Curve) -> Finding | None:
     elif peak is not None and peak > HIGH_RATE:
         scores.update(lr_too_high=0.8)
     if view.precision == "bf16" and not hump:
-        scores.update(bf16_updates_lost=0.45)
+        scores.update(bf16_updates_lost=0.65 if peak is not None and 1e-5 < peak < 1e-3 else 0.3)
     causes = rank(view, **scores)
     text = f"the loss does not fall: {first:.4g} at the start, {last:.4g} after {loss.steps[-1]} steps"
     return make_finding(text, causes, "critical", loss.steps[-1], evidence)
@@ -332,7 +335,7 @@ def _judge_slow(view: RunView, loss: Curve, parts: Any, evidence: dict[str, Any]
     evidence["share_of_fall_in_first_half"] = round(half / total, 2)
     causes = rank(view, lr_too_low=0.8, warmup_missing=0.02, batch_too_large=0.15)
     if view.precision == "bf16":
-        causes += rank(view, bf16_updates_lost=0.4)
+        causes += rank(view, bf16_updates_lost=0.85 if (peak_rate(view) or 0.0) > 1e-5 else 0.3)
     text = f"the loss falls along a straight line, by {total / parts[0]:.1%} in {loss.steps[-1]} steps"
     return make_finding(text, causes, "warning", loss.steps[-1], evidence)
 

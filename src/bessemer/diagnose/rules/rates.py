@@ -135,7 +135,8 @@ def judge_loss_scale(view: RunView) -> Finding | None:
     scale, skipped = view.curve("loss_scale", 8), view.curve("skipped_steps", 4)
     if scale is None or view.precision in ("bf16", "fp32"):
         return None
-    settled = scale.part(min(24, len(scale) // 4))
+    # A scale of 1 leaves no room, whenever it was reached.
+    settled = scale if scale.values[-1] <= 1 else scale.part(min(24, len(scale) // 4))
     if not len(settled) or settled.values.max() <= 1:
         return None
     top = int(np.argmax(settled.values))
