@@ -1,10 +1,10 @@
 """How often `judge_run` names the planted fault of tiny real runs, and how often healthy runs raise alarms.
 
-    python benchmarks/diagnose.py --tuned 0:2 --held-out 100:102 --healthy 50 --write benchmarks/results/DATE-diagnose.json
+    python benchmarks/diagnose.py --tuned 0:2 --held-out 100:102 --healthy 100:150 --write FILE.json
 
 The rules were tuned on the seeds of `--tuned`. Those of `--held-out` draw other strengths, steps, rates and shapes, and
-are reported apart. Every run is trained here, written in one of eight formats, read back and judged. `--keep FOLDER` keeps
-the records, so that a second call judges them without training.
+are reported apart. Every run is trained here, written in one of eight formats, read back and judged. `--keep FOLDER`
+keeps the records, so that a second call judges them without training.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def score(seeds: range, folder: Path) -> dict[str, Any]:
                 misses.append({"kind": kind, "seed": seed, "format": format, "right": run.right, "named": causes[:3]})
     n = counts["runs"]
     return {
-        "runs": n, "kinds": len(FAULTS), "top_1": counts["top_1"] / max(1, n), "top_1_interval": wilson(counts["top_1"], n),
+        "runs": n, "kinds": len(FAULTS), "top_1": counts["top_1"] / max(1, n),
+        "top_1_interval": wilson(counts["top_1"], n),
         "top_3": counts["top_3"] / max(1, n), "top_3_interval": wilson(counts["top_3"], n),
         "right_of_runs_by_format": dict(by_format), "misses": misses,
     }  # fmt: skip
@@ -114,8 +115,8 @@ def score_healthy(seeds: range, folder: Path) -> dict[str, Any]:
         if loud:
             alarms.append({"seed": seed, "format": format, "rule": loud[0].rule, "symptom": loud[0].symptom})
     return {
-        "runs": len(seeds), "false_alarms": len(alarms), "interval": wilson(len(alarms), len(seeds)), "with_notes": notes,
-        "alarms": alarms,
+        "runs": len(seeds), "false_alarms": len(alarms), "interval": wilson(len(alarms), len(seeds)),
+        "with_notes": notes, "alarms": alarms,
     }  # fmt: skip
 
 

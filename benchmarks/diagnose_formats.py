@@ -32,7 +32,8 @@ def write_megatron(run: TinyRun, path: Path) -> None:
     for record in run.records:
         loss = f" lm loss: {record['loss']:.6E} |" if record["loss"] == record["loss"] else ""
         lines.append(
-            f" [2026-11-19 10:00:00.000] iteration {record['step']:8d}/{run.total:8d} | consumed samples: {16 * record['step']:12d} |"
+            f" [2026-11-19 10:00:00.000] iteration {record['step']:8d}/{run.total:8d} |"
+            f" consumed samples: {16 * record['step']:12d} |"
             f" elapsed time per iteration (ms): {1000 * record['step_s']:.1f} | learning rate: {record['lr']:.6E} |"
             f" global batch size: {16:5d} |{loss} loss scale: {record.get('loss_scale', 1.0):.1f} |"
             f" grad norm: {record['grad_norm']:.3f} | number of skipped iterations: {0:3d} | number of nan iterations:"
@@ -50,8 +51,9 @@ def write_torchtitan(run: TinyRun, path: Path) -> None:
     for record in run.records:
         memory, tps = record.get("memory_bytes", 2**30) / 2**30, 512 / record["step_s"]
         lines.append(
-            f"[titan] 2026-11-19 10:00:00,000 - root - INFO - step: {record['step']:2d}  loss: {record['loss']:8.5f}  grad_norm: "
-            f"{record['grad_norm']:8.4f}  memory: {memory:6.3f}GiB({memory:.2f}%)  tps: {tps:,.0f}  tflops: 0.01  mfu: 0.01%"
+            f"[titan] 2026-11-19 10:00:00,000 - root - INFO - step: {record['step']:2d}  "
+            f"loss: {record['loss']:8.5f}  grad_norm: {record['grad_norm']:8.4f}  memory: {memory:6.3f}GiB({memory:.2f}%)  "
+            f"tps: {tps:,.0f}  tflops: 0.01  mfu: 0.01%"
         )
     path.write_text("\n".join(lines) + "\n")
 
@@ -63,8 +65,8 @@ def write_nanochat(run: TinyRun, path: Path) -> None:
             lines.append(f"Step {record['step']:05d} | Validation loss: {record['validation_loss']:.6f}")
         share, factor = 100 * record["step"] / run.total, record["lr"] / run.settings["learning_rate"]
         lines.append(
-            f"step {record['step']:05d}/{run.total:05d} ({share:.2f}%) | loss: {record['loss']:.6f} | lrm: {factor:.4f} | "
-            f"dt: {1000 * record['step_s']:.2f}ms | tok/sec: {512 / record['step_s']:,.0f} | mfu: 0.01"
+            f"step {record['step']:05d}/{run.total:05d} ({share:.2f}%) | loss: {record['loss']:.6f} | "
+            f"lrm: {factor:.4f} | dt: {1000 * record['step_s']:.2f}ms | tok/sec: {512 / record['step_s']:,.0f} | mfu: 0.01"
         )
     path.write_text("\n".join(lines) + "\n")
 
@@ -79,7 +81,8 @@ def write_deepspeed(run: TinyRun, path: Path) -> None:
         )
         skipped = int(record.get("skipped_steps", 0))
         lines.append(
-            f"[2026-11-19 10:00:00,000] [INFO] [logging.py:96:log_dist] [Rank 0] step={record['step']}, skipped={skipped}, lr=[{record['lr']}], mom=[(0.9, 0.95)]"
+            f"[2026-11-19 10:00:00,000] [INFO] [logging.py:96:log_dist] [Rank 0] step={record['step']}, "
+            f"skipped={skipped}, lr=[{record['lr']}], mom=[(0.9, 0.95)]"
         )
     path.write_text("\n".join(lines) + "\n")
 
@@ -136,5 +139,7 @@ CARRIES = {
     "torchtitan": {"grad_norm", "step_s", "memory_bytes"}, "deepspeed": {"step_s", "lr", "skipped_steps"},
     "lightning": {"lr", "grad_norm", "step_s", "data_wait_s", "validation_loss", "memory_bytes", "loss_scale", "epoch"},
     "jsonl": {"lr", "grad_norm", "step_s", "data_wait_s", "validation_loss", "memory_bytes", "loss_scale", "epoch"},
-    "hf_trainer": {"lr", "grad_norm", "step_s", "data_wait_s", "validation_loss", "memory_bytes", "loss_scale", "epoch", "settings"},
+    "hf_trainer": {
+        "lr", "grad_norm", "step_s", "data_wait_s", "validation_loss", "memory_bytes", "loss_scale", "epoch", "settings",
+    },
 }  # fmt: skip

@@ -238,7 +238,8 @@ def test_reinforcement_learning(rule: str) -> None:
 @pytest.mark.parametrize(
     ("format", "line"),
     [
-        ("hf_trainer", "`learning_rate=0.0001`"), ("megatron", "`--lr 0.0001`"), ("nanogpt", "`learning_rate = 0.0001`"),
+        ("hf_trainer", "`learning_rate=0.0001`"), ("megatron", "`--lr 0.0001`"),
+        ("nanogpt", "`learning_rate = 0.0001`"),
         ("bessemer", "`optimizer: {lr: 0.0001}`"), ("lightning_csv", "`lr=0.0001 in configure_optimizers`"),
         ("torchtitan", "`[optimizer] lr = 0.0001`"), ("deepspeed", '`"optimizer": {"params": {"lr": 0.0001}}`'),
     ],

@@ -13,8 +13,10 @@ from bessemer.run.finding import SEVERITIES, Finding
 
 # A finding with the first cause explains what the others are seen by.
 EXPLAINS: dict[str, frozenset[str]] = {
-    "schedule_restarted": frozenset({"lr_jump", "optimizer_state_lost", "plateau"}),
-    "lr_jump": frozenset({"lr_too_high", "gradient_explosion", "plateau"}),
+    "schedule_restarted": frozenset({"lr_jump", "schedule_too_long", "optimizer_state_lost", "plateau"}),
+    "lr_jump": frozenset(
+        {"lr_too_high", "gradient_explosion", "plateau", "bad_batch", "weights_damaged", "diverged"}
+    ),
     "loss_summed_over_accumulation": frozenset({"initial_loss_above_uniform", "lr_too_high", "validation_leak"}),
     "loss_divided_twice": frozenset({"validation_mismatch", "lr_too_low"}),
     "warmup_missing": frozenset({"lr_too_high", "plateau"}),
