@@ -172,6 +172,42 @@ def test_one_line_of_each(tmp_path: Path, format: str) -> None:
         assert points(run, name)[10] == pytest.approx(value, nan_ok=True), (name, run.series)
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (" samples/sec: 31.1 | iteration       10/  320000 | elapsed time per iteration (s): 4.50 |"
+         " learning rate: 6.0E-05 | approx flops per GPU: 52.2TFLOPS | lm_loss: 3.125E+00 | loss scale: 4096.0 |"
+         " number of skipped iterations:   0"
+         " | number of nan iterations:   0 |", {"loss": 3.125, "step_s": 4.5, "lr": 6e-5, "loss_scale": 4096}),
+        ("step   10/18865 | loss 3.125000 (+0.10z)| norm 1.5000 (-0.31z)| lr 8.57e-07 | 1000.00 ms |"
+         " 30.0% bf16 MFU | 52 tok/s",
+         {"loss": 3.125, "grad_norm": 1.5, "lr": 8.57e-7}),
+        ("step    10 | loss: 3.125 | lr 6.0e-04 | norm: 1.5 | dt: 250.00ms | tok/sec: 5000.0",
+         {"loss": 3.125, "step_s": 0.25, "tokens_per_s": 5000, "lr": 6e-4}),
+        ("[2026-11-19 12:00:00] INFO train: iteration=10 loss=3.125 val_loss=nan gpu_mem=4.0GiB",
+         {"loss": 3.125, "validation_loss": math.nan, "gpu_mem": 2**32}),
+        ("{'loss': 3.125, 'grad_norm': 1.5, 'learning_rate': 1e-05, 'memory/max_active (GiB)': 2.0, 'epoch': 0.1,"
+         " 'global_step/max_steps': '10/20'}", {"loss": 3.125, "memory_bytes": 2**31}),
+        ("{'loss': 0.6931, 'rewards/chosen': 0.5, 'rewards/rejected': -0.5, 'rewards/accuracies': 0.75,"
+         " 'rewards/margins': 1.0, 'logps/chosen': -100.0, 'logps/rejected': -120.0, 'epoch': 0.1"
+         ", 'global_step/max_steps': '10/20'}",
+         {"chosen_reward": 0.5, "rejected_reward": -0.5, "accuracy": 0.75, "reward_margin": 1.0, "chosen_logp": -100}),
+    ],
+)  # fmt: skip
+def test_lines_of_relatives(tmp_path: Path, line: str, expected: dict[str, float]) -> None:
+    """GPT-NeoX, llm.c, scripts, Axolotl, TRL."""
+    run = read_text(tmp_path, line + "\n")
+    for name, value in expected.items():
+        assert points(run, name)[10] == pytest.approx(value, nan_ok=True), (name, run.series)
+
+
+def test_steps_that_begin_again_in_each_epoch(tmp_path: Path) -> None:
+    lines = [f"Epoch {e}/3 Step {s}/500 Loss: {10 * e + s / 1000}" for e in (1, 2, 3) for s in range(100, 501, 100)]
+    run = read_text(tmp_path, "\n".join(lines))
+    assert run.series["loss"].steps.tolist() == list(range(100, 1501, 100))
+    assert not run.restarts and run.total_steps is None and any("each epoch" in note for note in run.notes)
+
+
 def test_overflows_of_deepspeed_lower_the_scale(tmp_path: Path) -> None:
     line = "[2026-11-19 12:00:00,000] [INFO] [loss_scaler.py:183] [deepspeed] OVERFLOW! Rank 0 Skipping step. "
     text = (

@@ -49,6 +49,23 @@ def test_exported_charts_of_wandb(tmp_path: Path) -> None:
     assert big.series["loss"].values.tolist() == [2.5, 2.0] and small.series["loss"].values.tolist() == [3.5]
 
 
+def test_steps_that_begin_again_in_each_epoch(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    path.write_text("epoch,batch,loss\n" + "".join(f"{e},{b},{e}.5\n" for e in range(3) for b in range(0, 100, 10)))
+    (run,) = read(path)
+    assert run.series["loss"].steps.tolist() == list(range(0, 300, 10)) and not run.restarts
+    assert any("each epoch" in note for note in run.notes)
+
+
+def test_restart_within_an_epoch(tmp_path: Path) -> None:
+    steps = [*range(0, 200, 10), *range(150, 250, 10)]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps({"step": s, "epoch": s / 100, "loss": i}) + "\n" for i, s in enumerate(steps)))
+    (run,) = read(path)
+    assert run.restarts == [150] and run.series["loss"].steps.tolist() == list(range(0, 250, 10))
+    assert run.series["loss"].values[15] == 20
+
+
 def test_rows_out_of_order_are_sorted(tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     path.write_text("step,loss\n" + "".join(f"{step},{step / 10}\n" for step in range(99, -1, -1)))

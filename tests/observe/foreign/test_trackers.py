@@ -99,7 +99,8 @@ class TestTensorBoard:
 
 WANDB = """
 import math, os, sys, wandb
-run = wandb.init(project="p", name="mine", mode="offline", dir=sys.argv[1], config={"optimizer": {"lr": 0.001}, "seed": 3},
+config = {"optimizer": {"lr": 0.001}, "seed": 3}
+run = wandb.init(project="p", name="mine", mode="offline", dir=sys.argv[1], config=config,
                  settings=wandb.Settings(x_disable_stats=True, console="off"))
 for i, loss in enumerate([3.0, 2.5, math.nan, 2.0, math.inf, 1.5], 1):
     run.log({"train/loss": loss, "train/learning_rate": 1e-3, "train/global_step": i * 10, "nested": {"a": i},

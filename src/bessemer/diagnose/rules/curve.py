@@ -100,7 +100,8 @@ def find_outliers(curve: Curve, sigmas: float = 8.0, least_rise: float = 0.15, w
     scale = np.zeros(n)
     for i in range(8, n):
         scale[i] = curve.part(max(0, i - window), i).noise()
-    floor = 0.01 * float(np.median(np.abs(curve.values))) if n else 0.0
+    floor = max(0.01 * float(np.median(np.abs(curve.values))), 0.7 * curve.noise()) if n else 0.0
+    unit = 0.05 * float(np.median(np.abs(curve.values[:4]))) if n else 0.0  # a loss of almost zero has no spikes
     deviations = np.zeros(n)
     usual = np.zeros(n)
     for i in range(8, n):
@@ -108,12 +109,11 @@ def find_outliers(curve: Curve, sigmas: float = 8.0, least_rise: float = 0.15, w
         usual[i] = np.median(recent)
         deviations[i] = (curve.values[i] - usual[i]) / max(scale[i], floor, 1e-12)
     ordinary = deviations[8:]
-    # The upper tail of all but the largest few: heavy-tailed curves have to clear a higher bar.
-    tail = float(np.quantile(ordinary, 0.97)) if len(ordinary) >= 32 else 3.0
-    limit = max(sigmas, 2.5 * tail)
+    # Heavy-tailed curves have to clear a higher bar; a slow return of up to a seventh of the run does not raise it.
+    limit = max(sigmas, 5 * float(np.quantile(ordinary, 0.85))) if len(ordinary) >= 32 else 1.5 * sigmas
     for i in range(8, n):
         rise = curve.values[i] - usual[i]
-        if i <= skip_until or deviations[i] <= limit or rise < least_rise * max(abs(usual[i]), 1e-9):
+        if i <= skip_until or deviations[i] <= limit or rise < least_rise * max(abs(usual[i]), unit):
             continue
         peak = i + int(np.argmax(curve.values[i : i + 8]))
         after = curve.values[peak + 1 : peak + 6]
@@ -138,6 +138,32 @@ def find_period(steps: list[int] | npt.NDArray[np.int64], tolerance: float = 0.1
     multiples = np.maximum(1, np.round(gaps / period))
     regular = np.abs(gaps / multiples - period) <= max(1.0, tolerance * period)
     return round(period) if period >= 2 and np.mean(regular) >= 0.9 and np.mean(multiples <= 3) > 0.9 else None
+
+
+def find_cycle(curve: Curve, longest: int = 64) -> tuple[int, float, float] | None:
+    """A pattern that repeats: its period in points, the share of the variance that it explains, its swing. The means
+    of the phases must agree between two halves of the curve."""
+    n = len(curve)
+    reach = min(longest, n // 6)
+    trend_line = np.convolve(
+        np.pad(curve.values, reach, mode="edge"), np.full(2 * reach + 1, 1 / (2 * reach + 1)), "valid"
+    )
+    limit = 5 * max(curve.noise(), 1e-12)
+    rest = np.clip(curve.values - trend_line, -limit, limit)[reach : n - reach]
+    best: tuple[int, float, float] | None = None
+    for period in range(3, reach + 1):
+        cycles = len(rest) // period
+        if cycles < 4:
+            break
+        folded = rest[: cycles * period].reshape(cycles, period)
+        means = folded.mean(0)
+        total = float(folded.var()) or 1e-30
+        explained = 1 - float((folded - means).var()) / total * cycles / (cycles - 1)
+        halves = folded[: cycles // 2].mean(0), folded[cycles // 2 :].mean(0)
+        agree = float(np.corrcoef(*halves)[0, 1]) if np.ptp(halves[0]) > 0 and np.ptp(halves[1]) > 0 else 0.0
+        if explained > 0.35 and agree > 0.75 and (best is None or explained > best[1] + 0.05):
+            best = period, explained, float(np.ptp(means))
+    return best
 
 
 def find_level_shift(curve: Curve, least: int = 8) -> tuple[int, float, float] | None:

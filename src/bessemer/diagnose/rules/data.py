@@ -70,7 +70,10 @@ def judge_validation_gap(view: RunView) -> list[Finding]:
         unknown = "Dropout or augmentation in training alone lowers held-out loss by some per cent."
         return [make_finding(text, causes, "warning", held_out.steps[-1], evidence, unknown)]
     first = share[: max(2, len(share) // 3)]
-    if float(np.min(first)) > max(0.35, 2 * error) and float(np.max(share)) < 3 * float(np.min(first)) + 0.5:
+    if (
+        min(float(np.min(first)), float(np.median(share))) > max(0.35, 2 * error)
+        and float(np.max(share)) < 3 * float(np.min(first)) + 0.5
+    ):
         causes = rank(view, validation_mismatch=0.7, overfitting=0.25)
         text = f"held-out loss is {float(np.median(share)):.0%} above training loss from the first evaluation on"
         return [make_finding(text, causes, "warning", held_out.steps[0], evidence)]

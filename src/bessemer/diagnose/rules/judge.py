@@ -13,8 +13,10 @@ from bessemer.run.finding import SEVERITIES, Finding
 
 # A finding with the first cause explains what the others are seen by.
 EXPLAINS: dict[str, frozenset[str]] = {
-    "schedule_restarted": frozenset({"lr_jump", "optimizer_state_lost", "plateau"}),
-    "lr_jump": frozenset({"lr_too_high", "gradient_explosion", "plateau"}),
+    "schedule_restarted": frozenset({"lr_jump", "schedule_too_long", "optimizer_state_lost", "plateau"}),
+    "lr_jump": frozenset(
+        {"lr_too_high", "gradient_explosion", "plateau", "bad_batch", "weights_damaged", "diverged"}
+    ),
     "loss_summed_over_accumulation": frozenset({"initial_loss_above_uniform", "lr_too_high", "validation_leak"}),
     "loss_divided_twice": frozenset({"validation_mismatch", "lr_too_low"}),
     "warmup_missing": frozenset({"lr_too_high", "plateau"}),
@@ -28,6 +30,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
         {"weights_frozen", "gradient_vanishing", "lr_too_low", "validation_mismatch", "batch_too_small"}
     ),
     "labels_not_shifted": frozenset({"gradient_vanishing", "epoch_memorised", "batch_too_small"}),
+    "batch_too_small": frozenset({"lr_too_high", "bad_batch", "weights_damaged"}),
     "memory_leak": frozenset({"step_time_grows"}),
     "slow_data": frozenset({"stragglers", "worker_stall", "slowed_down"}),
     "weights_frozen": frozenset({"plateau", "gradient_vanishing"}),

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from bessemer.diagnose.rules.causes import make_finding, rank
-from bessemer.diagnose.rules.curve import Curve, Outlier, find_outliers, find_period, trend
+from bessemer.diagnose.rules.curve import Curve, Outlier, find_cycle, find_outliers, find_period, trend
 from bessemer.diagnose.rules.view import RunView
-from bessemer.guard.losses import band_power
 from bessemer.run.finding import Cause, Finding
 
 START_MARGIN = 0.3  # nats around ln V at the start
 SCALES_OF_START = 0.08  # tolerance of the first loss over a multiple of ln V
+HIGH_RATE = 0.03  # of Adam
 
 
 def judge_loss(view: RunView) -> list[Finding]:
@@ -30,7 +30,11 @@ def judge_loss(view: RunView) -> list[Finding]:
     findings += [shape] if shape else []
     findings += judge_spikes(view, loss, shape)
     if shape is None:
-        findings += [finding for finding in (judge_oscillation(view, loss), judge_plateau(view, loss)) if finding]
+        findings += [
+            finding
+            for finding in (judge_oscillation(view, loss), judge_high_rate(view, loss) or judge_plateau(view, loss))
+            if finding
+        ]
     return findings
 
 
@@ -168,7 +172,7 @@ def _judge_first_loss(view: RunView, loss: Curve) -> list[Finding]:
     ratio = first / uniform
     early = loss.mean_of <= max(1, 0.1 * view.last_step)
     if first > uniform + START_MARGIN and ratio > 1 + SCALES_OF_START:
-        unit = accumulation if accumulation > 1 and abs(ratio / accumulation - 1) < SCALES_OF_START else 0
+        unit = accumulation if accumulation > 1 and abs(ratio / accumulation - 1) < SCALES_OF_START / 2 else 0
         whole_number = ratio > 1.8 and abs(ratio / round(ratio) - 1) < 0.03
         lasting = loss.level(0.1) > 0.5 * first or (unit > 1 and loss.level(0.1) > 0.1 * first)
         scaled = 0.9 if unit else 0.45 if whole_number else 0.1
@@ -241,6 +245,9 @@ def _rise_causes(view: RunView, loss: Curve, step: int, onset: int, evidence: di
     early = onset <= max(8, 0.12 * len(loss))
     if early and not has_warmup(view):
         scores.update(lr_too_high=0.6, warmup_missing=0.5)
+    high = (peak_rate(view) or 0.0) > HIGH_RATE
+    if high:
+        scores.update(lr_too_high=0.85)
     jump = lr_jump(view, step)
     at_once = onset >= 2 and _jump_share(loss, onset) > 0.6
     norm = view.curve("grad_norm", 16)
@@ -257,7 +264,7 @@ def _rise_causes(view: RunView, loss: Curve, step: int, onset: int, evidence: di
         evidence["restart"] = restart
         state = {"schedule_restarted": 0.85} if jump > 1.5 else {"optimizer_state_lost": 0.7, "weights_damaged": 0.5}
         scores.update(lr_too_high=0.2, **state)
-    elif at_once and jump <= 2 and not early:
+    elif at_once and jump <= 2 and not early and not high:
         scores.update(weights_damaged=0.6, lr_too_high=0.4)
     if view.precision == "fp16":
         scores["fp16_overflow"] = 0.3
@@ -296,15 +303,17 @@ def judge_stuck(view: RunView, loss: Curve) -> Finding | None:
     steady = norm is not None and float(np.ptp(norm.chunks(8))) < 0.1 * float(np.median(norm.values))
     if steady:
         scores.update(lr_too_high=0.05)
+    if trend(loss) < -0.6:  # it does fall, all the time
+        scores.update(lr_too_low=0.6, weights_frozen=0.15)
     if hump:
         scores.update(lr_too_high=0.75, weights_frozen=0.05, lr_too_low=0.1)
-    peak = view.number("lr") or (float(rates.values.max()) if rates is not None else None)
+    peak = peak_rate(view)
     if peak is not None and peak < 2e-6:
         scores.update(lr_too_low=0.7)
-    elif peak is not None and peak > 3e-2:
+    elif peak is not None and peak > HIGH_RATE:
         scores.update(lr_too_high=0.8)
     if view.precision == "bf16" and not hump:
-        scores.update(bf16_updates_lost=0.45)
+        scores.update(bf16_updates_lost=0.65 if peak is not None and 1e-5 < peak < 1e-3 else 0.3)
     causes = rank(view, **scores)
     text = f"the loss does not fall: {first:.4g} at the start, {last:.4g} after {loss.steps[-1]} steps"
     return make_finding(text, causes, "critical", loss.steps[-1], evidence)
@@ -312,6 +321,9 @@ def judge_stuck(view: RunView, loss: Curve) -> Finding | None:
 
 def _judge_slow(view: RunView, loss: Curve, parts: Any, evidence: dict[str, Any]) -> Finding | None:
     """A straight fall that covers little: the rate is too low."""
+    rates = view.curve("lr", 2)
+    if len(loss) < 32 or (rates is not None and np.argmax(rates.values) > 0.5 * len(rates)):
+        return None  # too early to tell, or still warming up
     total = float(parts[0] - parts[-1])
     half = float(parts[0] - parts[len(parts) // 2])
     uniform = math.log(view.number("vocabulary") or 1) or float(loss.values[0])
@@ -323,7 +335,7 @@ def _judge_slow(view: RunView, loss: Curve, parts: Any, evidence: dict[str, Any]
     evidence["share_of_fall_in_first_half"] = round(half / total, 2)
     causes = rank(view, lr_too_low=0.8, warmup_missing=0.02, batch_too_large=0.15)
     if view.precision == "bf16":
-        causes += rank(view, bf16_updates_lost=0.4)
+        causes += rank(view, bf16_updates_lost=0.85 if (peak_rate(view) or 0.0) > 1e-5 else 0.3)
     text = f"the loss falls along a straight line, by {total / parts[0]:.1%} in {loss.steps[-1]} steps"
     return make_finding(text, causes, "warning", loss.steps[-1], evidence)
 
@@ -365,7 +377,8 @@ def _explain_quick(view: RunView, loss: Curve, outliers: list[Outlier]) -> Findi
         scores.update(lr_too_high=0.45)
     causes = rank(view, **scores)
     times = f"{len(outliers)} times, most at" if len(outliers) > 1 else "at"
-    text = f"the loss jumps from {largest.usual:.3g} to {largest.value:.3g} {times} step {largest.step} and is back at once"
+    change = f"from {largest.usual:.3g} to {largest.value:.3g}"
+    text = f"the loss jumps {change} {times} step {largest.step} and is back at once"
     severity = "warning" if largest.rise > 0.3 or len(outliers) > 2 else "note"
     return make_finding(text, causes, severity, largest.step, evidence)
 
@@ -388,21 +401,42 @@ def _explain_slow(view: RunView, loss: Curve, outlier: Outlier, outliers: list[O
 
 
 def judge_oscillation(view: RunView, loss: Curve) -> Finding | None:
-    """A cycle: most of the variance lies in a narrow band of the spectrum, in both halves of the second part."""
-    if len(loss) < 128:
+    """A cycle that repeats in both halves of the last three quarters."""
+    if len(loss) < 96:
         return None
-    part = loss.values[len(loss) // 4 :]
-    pieces = [part] if len(part) < 192 else [part[: len(part) // 2], part[len(part) // 2 :]]
-    bands = [band_power([float(value) for value in piece[-256:]]) for piece in pieces]
-    periods = [band[1] for band in bands]
-    swing = float(np.median([band[2] for band in bands]))
-    if min(band[0] for band in bands) < 0.6 or swing < 0.05 or max(periods) > 1.25 * min(periods):
+    part = loss.part(len(loss) // 4)
+    cycle = find_cycle(part)
+    if cycle is None:
         return None
-    period = periods[-1] * loss.interval()
-    evidence = {"period_steps": round(period, 1), "swing": round(swing, 3), "power": round(min(b[0] for b in bands), 2)}
+    points, share, size = cycle
+    swing, period = size / max(abs(part.level(0.5)), 1e-9), points * loss.interval()
+    if swing < 0.05:
+        return None
+    evidence = {"period_steps": period, "swing": round(swing, 3), "share_of_variance": round(share, 2)}
     causes = rank(view, data_ordered=0.75, lr_too_high=0.3)
-    text = f"the loss swings by {swing:.0%} with a period of {period:.0f} steps"
+    text = f"the loss swings by {swing:.0%} with a period of {period} steps"
     return make_finding(text, causes, "warning", loss.steps[-1], evidence)
+
+
+def peak_rate(view: RunView) -> float | None:
+    rates = view.curve("lr")
+    return view.number("lr") or (float(rates.values.max()) if rates is not None else None)
+
+
+def judge_high_rate(view: RunView, loss: Curve) -> Finding | None:
+    """A rate that hardly any language model bears with Adam, and a loss that stops falling early."""
+    peak, optimizer = peak_rate(view), str(view.setting("optimizer") or "").lower()
+    if peak is None or peak < HIGH_RATE or len(loss) < 48 or any(name in optimizer for name in ("sgd", "muon", "lars")):
+        return None
+    half = loss.part(len(loss) // 2)
+    gain = half.level(0.3, end=False) - half.level(0.3)
+    all_gain = max(float(np.median(loss.values[:3])) - half.level(0.3), 1e-9)
+    if gain > 0.1 * all_gain:
+        return None
+    evidence = {"lr": peak, "gain_in_second_half": round(gain, 4), "gain": round(all_gain, 4)}
+    causes = rank(view, lr_too_high=0.8, warmup_missing=0.15, plateau=0.1)
+    text = f"the loss stays at {half.level(0.3):.3g} since step {half.steps[0]} with a learning rate of {peak:.2g}"
+    return make_finding(text, causes, "warning", half.steps[0], evidence)
 
 
 def judge_plateau(view: RunView, loss: Curve) -> Finding | None:

@@ -13,6 +13,7 @@ from bessemer.diagnose.rules.loss import has_warmup
 from bessemer.diagnose.rules.view import RunView
 from bessemer.run.finding import Finding
 
+SMALL_SCALE = 16
 OVER = 0.012  # of the peak rate: the schedule is over
 
 
@@ -135,14 +136,15 @@ def judge_loss_scale(view: RunView) -> Finding | None:
     scale, skipped = view.curve("loss_scale", 8), view.curve("skipped_steps", 4)
     if scale is None or view.precision in ("bf16", "fp32"):
         return None
-    settled = scale.part(min(24, len(scale) // 4))
+    # A scale this small leaves no room, whenever it was reached.
+    settled = scale if scale.level(0.2) <= SMALL_SCALE else scale.part(min(24, len(scale) // 4))
     if not len(settled) or settled.values.max() <= 1:
         return None
     top = int(np.argmax(settled.values))
     last = float(settled.values[-1])
     halvings = math.log2(max(float(settled.values[top]) / max(last, 1e-12), 1.0))
     share = float(skipped.values[-1] - skipped.values[0]) / max(1, view.last_step) if skipped is not None else 0.0
-    if halvings < 5 and not (last <= 1 and halvings >= 2) and share < 0.2:
+    if halvings < 5 and share < 0.2:
         return None
     evidence = {
         "highest": float(settled.values[top]),
@@ -181,7 +183,8 @@ def _judge_rate_restart(view: RunView, rates: Curve) -> Finding | None:
     for i in range(2, len(rates)):
         before, now, step = float(rates.values[i - 1]), float(rates.values[i]), int(rates.steps[i])
         at_restart = view.near_restart(step) is not None
-        up = now > 2 * before and before < float(rates.values[:i].max()) * 0.98 and now - before > 0.1 * peak
+        earlier = float(rates.values[i - 2])
+        up = now > 2 * before and now - before > 0.1 * peak and before < 1.2 * earlier  # a warm-up slows down
         steady = now > 1.15 * before and at_restart and before < 0.98 * float(rates.values[:i].max())
         down = at_restart and now < 0.3 * before and len(rates) - i > 4 and rates.values[i:].max() > 2 * now
         if not (up or steady or down):

@@ -1,6 +1,6 @@
 """The causes that the rules name: what each is, what confirms it and what repairs it.
 
-`python -m bessemer.diagnose.rules.runbook` prints them as the page docs/runbooks.md.
+`python -m bessemer.diagnose.rules` prints them as the page docs/runbooks.md.
 """
 
 from __future__ import annotations
@@ -264,21 +264,3 @@ FAMILIES = {
     "precision": "Precision", "model": "Gradients and the model", "speed": "Speed and memory",
     "preference": "Preference training (DPO and relatives)", "reinforcement": "Reinforcement learning",
 }  # fmt: skip
-
-
-def runbook_markdown() -> str:
-    lines = [
-        "# Runbooks", "",
-        "The causes that `bessemer diagnose` names for a run's curves: what confirms each, and what repairs it.",
-        "The identifiers are the `rule` of findings. Written by `python -m bessemer.diagnose.rules.runbook`.",
-    ]  # fmt: skip
-    for family, title in FAMILIES.items():
-        lines += ["", f"## {title}"]
-        for name, entry in RUNBOOK.items():
-            if entry.family == family:
-                lines += ["", f"### {name}", "", entry.text, "", f"- Check: {entry.check}", f"- Fix: {entry.fix}"]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(runbook_markdown(), end="")

@@ -15,7 +15,7 @@ from bessemer.diagnose.rules.view import RunView
 from bessemer.observe.foreign.series import ForeignRun, Series
 from bessemer.run.finding import Finding
 
-MIN_DELAY_S = 0.02
+MIN_DELAY_S = 0.1
 WARM_UP_POINTS = 3  # compilation and caches
 
 
@@ -46,7 +46,7 @@ def judge_waiting(view: RunView, times: Curve | None) -> Finding | None:
     waits = waits.part(WARM_UP_POINTS)
     wait, step = float(waits.values.mean()), float(times.values.mean())
     share = wait / max(step, wait, 1e-12)
-    if share < 0.1 or wait < MIN_DELAY_S / 4:
+    if share < 0.1 or wait < MIN_DELAY_S / 20:
         return None
     evidence = {"data_wait_s": round(wait, 4), "step_s": round(step, 4), "share": round(share, 3)}
     causes = rank(view, slow_data=0.9, slowed_down=0.1)
@@ -92,7 +92,7 @@ def judge_growth(view: RunView, times: Curve) -> Finding | None:
     growth = float(parts[-1] / max(parts[0], 1e-12))
     steady = bool(np.all(np.diff(parts) > -0.05 * parts[0]))
     largest_share = float(np.diff(parts).max() / max(parts[-1] - parts[0], 1e-12))
-    if growth < 1.4 or parts[-1] - parts[0] < MIN_DELAY_S / 2 or not steady or largest_share > 0.5:
+    if growth < 1.4 or parts[-1] - parts[0] < MIN_DELAY_S / 4 or not steady or largest_share > 0.5:
         return None
     memory = view.curve("memory_bytes", 8)
     grows = memory is not None and memory.values[-1] > 1.1 * memory.level(0.1, end=False)
@@ -110,7 +110,7 @@ def judge_shift(view: RunView, times: Curve) -> Finding | None:
     if shift is None:
         return None
     at, before, after = shift
-    if after < 1.4 * before or after - before < MIN_DELAY_S:
+    if after < 1.4 * before or after - before < MIN_DELAY_S / 2:
         return None
     evidence = {"before_s": round(before, 4), "after_s": round(after, 4), "step": int(times.steps[at])}
     causes = rank(view, slowed_down=0.7, slow_data=0.2, step_time_grows=0.1)

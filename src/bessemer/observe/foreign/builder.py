@@ -31,6 +31,28 @@ class _Column:
     lines: array[int] = field(default_factory=lambda: array("q"))
 
 
+class StepCounter:
+    """Steps since the start, for sources whose steps begin again in each epoch."""
+
+    def __init__(self) -> None:
+        self.counts_on = False  # whether steps did begin again
+        self._offsets: dict[int, int] = {}
+        self._epoch, self._step, self._interval = 0, -1, 1
+
+    def __call__(self, epoch: float | None, step: int, per_epoch: int | None = None) -> int:
+        number = self._epoch if epoch is None or not np.isfinite(epoch) else int(epoch)
+        if number not in self._offsets:
+            offset = self._offsets.get(self._epoch, 0)
+            if self._offsets and number > self._epoch and step < self._step:
+                offset += per_epoch or self._step + self._interval - step
+                self.counts_on = True
+            self._offsets[number] = offset
+        if number == self._epoch and step > self._step >= 0:
+            self._interval = step - self._step
+        self._epoch, self._step = number, step
+        return step + self._offsets[number]
+
+
 class RunBuilder:
     """Points of one run, in the order in which they were written. `means` tells that values are means of all steps
     since the point before; `increments` are keys that count since the point before, and become running sums."""

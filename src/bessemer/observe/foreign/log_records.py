@@ -46,7 +46,7 @@ class TrainerRecords:
     def add(self, number: int, line: str) -> bool:
         """Read the dictionary in a line; False if there is none."""
         start = line.find("{'")
-        numbers = {key: read_number(text) for key, text, _ in DICT_PAIRS.findall(line, max(0, start))}
+        numbers = {key: read_number(text) for key, text, _ in DICT_PAIRS(line, max(0, start))}
         if start < 0 or not any(key in numbers for key in ("epoch", "loss", "learning_rate", SUMMARY_KEY)):
             return False
         if SUMMARY_KEY in numbers:
@@ -93,7 +93,7 @@ def parse_bar(line: str) -> tuple[str, int, dict[str, float], int] | None:
     match = BAR.search(line) or RICH_BAR.search(line)
     if match is None:
         return None
-    numbers = {key: read_number(text) * UNITS.get(unit, 1.0) for key, text, unit in COLON_PAIRS.findall(match["tail"])}
+    numbers = {key: read_number(text) * UNITS.get(unit, 1.0) for key, text, unit in COLON_PAIRS(match["tail"], 0)}
     numbers.pop("v_num", None)
     epoch = re.search(r"(\d+)(/\d+)?", match["text"])
     if not numbers or epoch is None:

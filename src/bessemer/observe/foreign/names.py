@@ -43,6 +43,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     ),
     "step_s": (
         "step_s", "step_time", "step_time_s", "elapsed_time_per_iteration", "elapsed_time_per_iteration_(ms)",
+        "elapsed_time_per_iteration_(s)",
         "iteration_time", "iter_time", "iter_time_(s)", "time_metrics/end_to_end(s)", "timing_s/step", "dt",
         "time_per_step", "iter_dt_ms", "train_step_timing_in_s",
         "seconds", "perf/step_time_seconds", "step_time_ms", "dt_ms",
@@ -57,7 +58,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "loss_scale", "cur_scale", "loss_scaler", "samples/loss_scale", "train_samples_loss_scale", "grad_scale",
     ),
     "skipped_steps": ("skipped_steps", "skipped", "number_of_skipped_iterations"),
-    "epoch": ("epoch", "trainer/epoch", "training/epoch"),
+    "epoch": ("epoch", "trainer/epoch"),
     "data_wait_s": (
         "data_wait_s", "data_time", "time_metrics/data_loading(s)", "data_loading_time", "data_load_time",
         "throughput/data_loading_s",
@@ -103,8 +104,7 @@ def normal_key(key: str) -> str:
     """The key as the tables have it."""
     key = key.strip().strip("'\"").lower().replace(" ", "_").replace("-", "_")
     for prefix in ("train/", "training/"):
-        if key.startswith(prefix) and key != prefix and not key.endswith(("/total", "/epoch")):
-            key = key.removeprefix(prefix)
+        key = key.removeprefix(prefix)
     return key
 
 

@@ -95,11 +95,15 @@ def _parts(folder: Path, depth: int) -> list[tuple[Path, str, Reader]]:
     parts: list[tuple[Path, str, Reader]] = []
     has_events = False
     for path in sorted(folder.iterdir())[:MOST_FILES]:
-        if path.name.startswith(".") or (path.is_symlink() and path.is_dir()):
+        if path.name.startswith("."):
             continue
         if path.is_dir():
+            if path.is_symlink():
+                continue
             own = _own_part(path)
             parts += [own] if own else _parts(path, depth - 1) if depth else []
+        elif not path.is_file():  # a pipe or a socket
+            continue
         elif MARK in path.name:
             has_events = has_events or is_event_file(path)
         elif reader := _file_reader(path):

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.observe.foreign.builder import RunBuilder
+from bessemer.observe.foreign.builder import RunBuilder, StepCounter
 from bessemer.observe.foreign.names import STEP_KEYS, step_column
 from bessemer.observe.foreign.series import ForeignRun
 from bessemer.run.journal import Record, to_number
 
 HEAD_BYTES = 1 << 16
+COUNTED_ON = "the steps begin again in each epoch; they were counted on"
 NOT_METRICS = {"wall time", "_timestamp", "timestamp", "time"}
 EXPORTED = re.compile(r"^(.*) - (.*?)(__MIN|__MAX)?$")  # a column of a chart that W&B exported
 
@@ -37,12 +38,13 @@ def read_csv(path: Path) -> list[ForeignRun]:
     header = csv_header(path)
     step_name = step_column(header[0]) if header else None
     if header is None or step_name is None:
-        columns = ", ".join(header[0][:12]) if header else "no header"
-        raise UserError(f"{path}: no step column among {columns}; looked for one of {', '.join(STEP_KEYS[:8])}")
+        present = ", ".join(header[0][:12]) if header else "no header"
+        raise UserError(f"{path}: no step column among {present}; looked for one of {', '.join(STEP_KEYS[:8])}")
     columns, delimiter = header
     step_at = columns.index(step_name)
     builders, targets = _csv_targets(path, columns, step_at)
-    rejected = 0
+    rejected, counter = 0, StepCounter()
+    epoch_at = next((i for i, column in enumerate(columns) if column.lower() == "epoch"), -1)
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.reader((line.replace("\0", "") for line in file), delimiter=delimiter)
         next(reader)
@@ -51,11 +53,14 @@ def read_csv(path: Path) -> list[ForeignRun]:
             if step is None or step != step or abs(step) > 2**53:
                 rejected += bool(cells)
                 continue
+            place = counter(to_number(cells[epoch_at]) if 0 <= epoch_at < len(cells) else None, int(step))
             for i, builder, key in targets:
                 if i < len(cells) and cells[i] and (value := to_number(cells[i])) is not None:
-                    builder.add(key, int(step), value, reader.line_num)
+                    builder.add(key, place, value, reader.line_num)
     runs = []
     for builder in builders:
+        if counter.counts_on:
+            builder.note(COUNTED_ON)
         if rejected:
             builder.note(f"{rejected:,} rows without a step were skipped")
         if builder:
@@ -126,7 +131,7 @@ def read_jsonl(path: Path) -> list[ForeignRun]:
 
 def add_records(builder: RunBuilder, path: Path, rename: dict[str, str] | None = None) -> int:
     """Add the numbers of all records with a step; the number of other lines."""
-    skipped = 0
+    skipped, counter = 0, StepCounter()
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -139,6 +144,7 @@ def add_records(builder: RunBuilder, path: Path, rename: dict[str, str] | None =
             if place is None:
                 skipped += 1
                 continue
+            step = counter(to_number(record.get("epoch")), place[1])
             for total in ("total_steps", "max_steps"):
                 if total in record and (count := to_number(record[total])):
                     builder.total_steps = int(count)
@@ -147,5 +153,7 @@ def add_records(builder: RunBuilder, path: Path, rename: dict[str, str] | None =
                     metric = to_number(value) if key.lower() not in NOT_METRICS else None
                     if metric is not None:
                         key = key.removeprefix("data/")  # verl's file logger
-                        builder.add((rename or {}).get(key, key), place[1], metric, number)
+                        builder.add((rename or {}).get(key, key), step, metric, number)
+    if counter.counts_on:
+        builder.note(COUNTED_ON)
     return skipped

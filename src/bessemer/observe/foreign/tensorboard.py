@@ -75,6 +75,10 @@ def _add_file(builder: RunBuilder, path: Path, last_steps: dict[str, int]) -> No
             builder.restart(step)
             is_open = False
         for tag, point in _scalars(builder, summary):
+            if tag.endswith(" vs samples"):  # Megatron writes each metric a second time
+                continue
+            if tag.startswith("Train/Samples/"):
+                builder.note("DeepSpeed counts samples: the steps are numbers of samples")
             if is_open and tag in earlier:
                 is_open = False
                 if step <= earlier[tag]:

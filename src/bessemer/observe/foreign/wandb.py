@@ -1,8 +1,8 @@
 """Files that Weights & Biases writes offline: `wandb/offline-run-*/run-ID.wandb`.
 
 After 7 bytes of header the file has blocks of 32 KiB with records in parts: u32 checksum, u16 length, u8 type (1 all
-of a record, 2 first, 3 middle, 4 last part). A record is a protocol buffer of wandb; it is decoded here, so wandb is not
-needed. Reads about 50,000 numbers a second, one record in memory at a time.
+of a record, 2 first, 3 middle, 4 last part). A record is a protocol buffer of wandb; it is decoded here, so wandb is
+not needed. Reads about 50,000 numbers a second, one record in memory at a time.
 """
 
 from __future__ import annotations
