@@ -118,7 +118,7 @@ def test_the_way_to_json_that_the_refusal_of_a_pickle_gives(call: Call, tmp_path
 
 
 def test_a_log_and_its_configuration(call: Call, tmp_path: Path) -> None:
-    log = write_log(tmp_path / "train.log", range(1, 401), lambda s: 8 * fall(s))
+    log = write_log(tmp_path / "train.log", range(1, 401), lambda s: 8 * (fall(s) + 0.63))
     config = tmp_path / "config.yaml"
     config.write_text("gradient_accumulation_steps: 8\nvocab_size: 50257\n")
     alone, both = findings(call, log), findings(call, log, str(config))
