@@ -24,6 +24,7 @@ from bessemer.cli import (
     compress,
     data,
     demo,
+    diagnose,
     evaluate,
     evaluate_judge,
     export,
@@ -65,6 +66,7 @@ app.add_typer(data.app, name="data")
 app.command("runs")(runs.runs)
 app.command("replay")(runs.replay)
 app.add_typer(checkpoints.app, name="checkpoints")
+app.command("diagnose")(diagnose.diagnose)
 app.add_typer(inspect.app, name="inspect")
 app.command("chaos")(chaos.chaos)
 app.command("generate")(generate.generate)
