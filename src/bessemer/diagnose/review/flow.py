@@ -19,19 +19,8 @@ ONE_RANK = re.compile(
 
 def definitions(script: TrainingScript, node: ast.expr) -> list[ast.expr]:
     """The expressions assigned to a variable anywhere in its scope, in the order of the text."""
-    if not (key := script.key(node)):
-        return []
-    values: list[ast.expr] = []
-    for statement in script.nodes:
-        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
-            continue
-        for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
-            if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
-                pairs = zip(target.elts, statement.value.elts, strict=False)
-            else:
-                pairs = zip([target], [statement.value], strict=True)
-            values += [value for element, value in pairs if script.key(element) == key]
-    return sorted(values, key=lambda value: (value.lineno, value.col_offset))
+    key = script.key(node)
+    return script.assigned.get(key, []) if key else []
 
 
 def before(values: list[ast.expr], place: ast.AST) -> ast.expr | None:

@@ -70,7 +70,7 @@ def clears_by_hand(script: TrainingScript) -> bool:
 
 def check_clearing(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
     for step in trace.of("step"):
-        if not step.loops or has_closure(step):
+        if not step.loops or has_closure(step) or script.deepspeed:
             continue
         backwards = trace.inside(step.loops[-1], "backward")
         clears = trace.inside(step.loops[0], "zero_grad")
@@ -289,10 +289,12 @@ def _plain_parts(script: TrainingScript, value: ast.expr) -> Iterator[ast.expr]:
 
 def horizon_of(script: TrainingScript, call: ast.Call) -> ast.expr | None:
     """The argument of a schedule that says how long it is."""
-    for keyword, position in (("num_training_steps", None), ("T_max", 1), ("total_steps", None), ("total_iters", None)):
-        if (value := script.argument(call, keyword, position if keyword == "T_max" else None)) is not None:
+    for keyword in ("num_training_steps", "T_max", "total_steps", "total_iters"):
+        if (value := script.argument(call, keyword)) is not None:
             return value
     name = script.name(call)
+    if name == "CosineAnnealingLR":
+        return script.argument(call, "T_max", 1)
     if name in ("get_linear_schedule_with_warmup", "get_cosine_schedule_with_warmup") and len(call.args) > 2:
         return call.args[2]
     return None

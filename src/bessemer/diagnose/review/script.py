@@ -135,6 +135,11 @@ class TrainingScript:
             kinds & {"ddp", "fsdp", "accelerator", "engine"} for kinds in self._kinds.values()
         )
 
+    @cached_property
+    def deepspeed(self) -> bool:
+        """Whether a DeepSpeed engine owns the optimizer."""
+        return any("engine" in kinds for kinds in self._kinds.values())
+
     # Kinds
 
     @cached_property
@@ -243,6 +248,23 @@ class TrainingScript:
                     self._add(node.args[0], frozenset({"fsdp"}))
                 if (function := self.local_function(node)) is not None:
                     self._bind(function, node)
+
+    @cached_property
+    def assigned(self) -> dict[str, list[ast.expr]]:
+        """The expressions that are assigned to each variable, in the order of the text."""
+        values: dict[str, list[ast.expr]] = {}
+        for node in self.nodes:
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                continue
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=False))
+                for element, value in pairs:
+                    values.setdefault(self.key(element), []).append(value)
+        for expressions in values.values():
+            expressions.sort(key=lambda value: (value.lineno, value.col_offset))
+        return values
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple | ast.List):
