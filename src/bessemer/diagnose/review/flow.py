@@ -79,11 +79,14 @@ def sibling(script: TrainingScript, block: list[ast.stmt], event: TrainingEvent)
     return None
 
 
-def modulo_period(event: TrainingEvent, loop: ast.AST) -> ast.expr | None:
-    """N if an event happens under `if ... % N == 0` in a loop."""
+def modulo_period(script: TrainingScript, event: TrainingEvent, loop: ast.AST) -> ast.expr | None:
+    """N if an event happens under `if ... % N == 0` in a loop, or under a variable with that value."""
     for frame in event.conditions(loop):
         assert isinstance(frame.node, ast.If)
-        for part in ast.walk(frame.node.test):
+        tests = [frame.node.test]
+        for name in ast.walk(frame.node.test):
+            tests += definitions(script, name) if isinstance(name, ast.Name) else []
+        for part in (part for test in tests for part in ast.walk(test)):
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod):
                 return part.right
     return None
@@ -99,14 +102,14 @@ def range_end(loop: ast.AST) -> ast.expr | None:
     return None
 
 
-def accumulation(backward: TrainingEvent, step: TrainingEvent) -> ast.expr | None:
+def accumulation(script: TrainingScript, backward: TrainingEvent, step: TrainingEvent) -> ast.expr | None:
     """The number of micro-batches of a step: from `% N`, or from an inner `for _ in range(N)`."""
     outer = step.loops
     if backward.loops[: len(outer)] != outer or not outer:
         return None
     if len(backward.loops) == len(outer):
-        period = modulo_period(step, outer[-1])
-        return None if period is None or modulo_period(backward, outer[-1]) is not None else period
+        period = modulo_period(script, step, outer[-1])
+        return None if period is None or modulo_period(script, backward, outer[-1]) is not None else period
     return range_end(backward.loops[len(outer)]) if len(backward.loops) == len(outer) + 1 else None
 
 

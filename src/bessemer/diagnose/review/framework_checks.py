@@ -91,7 +91,7 @@ def divided_twice(script: TrainingScript, loss: ast.expr, backward: TrainingEven
 def _context_missing(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
     for backward, steps in training_loops(trace):
         loop = backward.loops[-1]
-        if not steps or modulo_period(steps[0], loop) is not None or not isinstance(loop, ast.For):
+        if not steps or modulo_period(script, steps[0], loop) is not None or not isinstance(loop, ast.For):
             continue
         models = [f.subject for f in trace.inside(loop, "forward") if f.subject is not None]
         name = scope_name(script, [*by_kind(script, "accelerator"), "accelerator"], backward.node)
@@ -158,15 +158,19 @@ def check_lightning(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
 
 def _without_optimization(script: TrainingScript, step: Function) -> tuple[SourceEdit, ...]:
     """Remove the statements of a training_step that are manual optimization."""
-    removed = []
-    for node in ast.walk(step):
-        if isinstance(node, ast.Expr) and script.name(node.value) in (
-            "backward", "manual_backward", "step", "zero_grad", "clip_gradients"
-        ):  # fmt: skip
-            removed.append(script.source.remove(node, script.alone(node)))
-        elif isinstance(node, ast.Assign) and script.name(node.value) == "optimizers":
-            removed.append(script.source.remove(node, script.alone(node)))
-    return tuple(removed)
+    names = ("backward", "manual_backward", "step", "zero_grad", "clip_gradients")
+    removed = [
+        node for node in ast.walk(step)
+        if (isinstance(node, ast.Expr) and script.name(node.value) in names)
+        or (isinstance(node, ast.Assign) and script.name(node.value) == "optimizers")
+    ]  # fmt: skip
+    edits = []
+    for node in removed:
+        assert isinstance(node, ast.stmt)
+        block = script.block(node)
+        emptied = all(statement in removed for statement in block)
+        edits.append(script.source.remove(node, emptied and node is block[0]))
+    return tuple(edits)
 
 
 def _loss_returned(script: TrainingScript, step: Function) -> Iterator[ScriptFault]:
@@ -193,7 +197,10 @@ def _logged_per_rank(script: TrainingScript) -> Iterator[ScriptFault]:
     for call in script.calls("Trainer"):
         devices, strategy = script.argument(call, "devices"), script.argument(call, "strategy")
         several |= isinstance(devices, ast.Constant) and isinstance(devices.value, int) and devices.value > 1
-        several |= isinstance(strategy, ast.Constant) and str(strategy.value).startswith(("ddp", "fsdp", "deepspeed"))
+        several |= any(
+            isinstance(part, ast.Constant) and str(part.value).startswith(("ddp", "fsdp", "deepspeed"))
+            for part in (ast.walk(strategy) if strategy is not None else ())
+        )
     for owner, _ in lightning_modules(script) if several else ():
         for name in ("validation_step", "test_step"):
             method = script.methods(owner.name).get(name)
@@ -224,7 +231,7 @@ def check_deepspeed(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
             edits = (script.source.replace(step.node, f"{name}.step()"),) if name and not trace.of("engine_step") else ()
             yield ScriptFault("deepspeed-step", step.node.lineno, "the optimizer steps instead of the engine", edits)
     for step in trace.of("engine_step"):
-        condition = step.loops and modulo_period(step, step.loops[-1])
+        condition = step.loops and modulo_period(script, step, step.loops[-1])
         above = script.parents[script.statement(step.node)]
         if condition is not None and condition and isinstance(above, ast.If):
             removed = script.source.remove(script.statement(step.node), script.alone(script.statement(step.node)))

@@ -99,7 +99,7 @@ def check_clearing(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault
                 )  # fmt: skip
                 continue
             for backward in backwards:
-                period = accumulation(backward, step)
+                period = accumulation(script, backward, step)
                 if period is not None and same_iteration(clear, backward) and not clear.conditions(clear.loops[-1]):
                     yield ScriptFault(
                         "zero-grad-in-accumulation", clear.node.lineno, "gradients are cleared at every micro-batch, "
@@ -138,7 +138,7 @@ def check_accumulation(script: TrainingScript, trace: Trace) -> Iterator[ScriptF
         by_engine = script.name(backward.node) == "backward" and backward.subject in backward.node.args
         loss = loss_of(script, backward)
         for step in steps:
-            period = accumulation(backward, step)
+            period = accumulation(script, backward, step)
             if period is None or loss is None or by_engine or is_divided(script, loss):
                 continue
             text, divisor = script.text(loss), ast.unparse(period)
@@ -172,13 +172,13 @@ def _graph_kept_by_request(script: TrainingScript, trace: Trace, backward: Train
     word = next((word for word in backward.node.keywords if word.arg == "retain_graph"), None)
     if word is None or not (isinstance(word.value, ast.Constant) and word.value.value is True):
         return
-    others = [b for b in trace.inside(backward.loops[-1], "backward") if b.node is not backward.node]
+    others = [b for b in trace.inside(backward.loops[-1], "backward") if b.order > backward.order]
     if not others and not calls_grad(script):
         call = backward.node
         arguments = ", ".join([*map(script.text, call.args), *(
             f"{w.arg}={script.text(w.value)}" for w in call.keywords if w is not word)])  # fmt: skip
         edit = script.source.replace(call, f"{script.text(call.func)}({arguments})")
-        yield ScriptFault("retain-graph", call.lineno, "the graph is retained after its only backward pass", (edit,))
+        yield ScriptFault("retain-graph", call.lineno, "the graph is retained after its last backward pass", (edit,))
 
 
 def calls_grad(script: TrainingScript) -> bool:
@@ -374,7 +374,7 @@ def _schedule_unit(
             f"the schedule is `{ast.unparse(horizon)}` long but advances at every batch", edits,
         )  # fmt: skip
         return
-    period = accumulation(backward, step)
+    period = accumulation(script, backward, step)
     if unit == "steps" and len(advance.loops) < len(step.loops) and period is None:
         statement = script.statement(step.node)
         edits = (removed, script.source.after(statement, f"{text}.step()")) if visible(script, text, statement) else ()

@@ -47,7 +47,8 @@ def evaluations(script: TrainingScript, trace: Trace) -> Iterator[tuple[Training
     """Forward passes that evaluate, with the statement that holds them."""
     for forward in trace.of("forward"):
         function = script.function_of(forward.node)
-        if forward.loops and trace.inside(forward.loops[-1], "backward"):
+        evaluates = function is not None and EVALUATES.search(function.name.lower()) is not None
+        if forward.loops and trace.inside(forward.loops[-1], "backward") and not evaluates:
             continue
         if function is not None and trace.inside(function, "backward"):
             backward = trace.inside(function, "backward")[-1]

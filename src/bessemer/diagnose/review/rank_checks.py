@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Iterator
 
 from bessemer.diagnose.review.catalogue import ScriptFault
@@ -13,16 +14,13 @@ from bessemer.diagnose.review.flow import (
     mentions,
     on_one_rank,
     one_rank_condition,
+    sibling,
     visible,
 )
 from bessemer.diagnose.review.module_checks import import_line
 from bessemer.diagnose.review.script import TrainingScript
-from bessemer.diagnose.review.trace import Trace, last_part, training_loops
+from bessemer.diagnose.review.trace import Frame, Trace, TrainingEvent, last_part, training_loops
 
-COLLECTIVES = ("barrier", "all_reduce", "all_gather", "reduce", "broadcast", "gather", "all_gather_object",
-               "broadcast_object_list", "reduce_scatter", "all_gather_into_tensor", "gather_object")  # fmt: skip
-ACCELERATE = ("wait_for_everyone", "gather", "gather_for_metrics", "reduce", "save_state")
-STATES = ("get_model_state_dict", "get_state_dict", "get_optimizer_state_dict")
 
 
 def dist_name(script: TrainingScript) -> str:
@@ -91,28 +89,22 @@ def _is_false(node: ast.expr | None) -> bool:
 
 
 def _sampler_missing(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
-    if not any(True for _ in script.calls("init_process_group")):
+    several = any(True for _ in script.calls("init_process_group")) and any(True for _ in training_loops(trace))
+    shards = ("DistributedSampler", "split_dataset_by_node", "StatefulDistributedSampler", "shard", "Subset")
+    if not several or any(True for _ in script.calls(*shards)):
         return
-    if any(True for _ in script.calls("DistributedSampler", "split_dataset_by_node", "StatefulDistributedSampler")):
-        return
-    for backward, _ in training_loops(trace):
-        loop = backward.loops[-1]
-        if not isinstance(loop, ast.For):
+    for call in script.calls("DataLoader"):
+        shuffle = script.argument(call, "shuffle")
+        given = {word.arg for word in call.keywords}
+        if not (isinstance(shuffle, ast.Constant) and shuffle.value is True) or not call.args:
             continue
-        for part in ast.walk(loop.iter):
-            for call in definitions(script, part) if isinstance(part, ast.Name) else []:
-                if not isinstance(call, ast.Call) or script.name(call) != "DataLoader":
-                    continue
-                given = {word.arg for word in call.keywords}
-                shuffle = next((word for word in call.keywords if word.arg == "shuffle"), None)
-                if shuffle is None or given & {"sampler", "batch_sampler"} or not call.args:
-                    continue
-                sampler = f"torch.utils.data.DistributedSampler({script.text(call.args[0])})"
-                start, end = script.source.span(shuffle.value)
-                begin = script.source.text.rindex("shuffle", 0, start)
-                edits = (SourceEdit(begin, end, f"sampler={sampler}"), *import_line(script, "import torch"))
-                yield ScriptFault("sampler-missing", call.lineno, "each rank's loader reads the complete data", edits)
-                return
+        if given & {"sampler", "batch_sampler"} or None in given:
+            continue
+        sampler = f"torch.utils.data.DistributedSampler({script.text(call.args[0])})"
+        start, end = script.source.span(shuffle)
+        begin = script.source.text.rindex("shuffle", 0, start)
+        edits = (SourceEdit(begin, end, f"sampler={sampler}"), *import_line(script, "import torch"))
+        yield ScriptFault("sampler-missing", call.lineno, "each rank's loader reads the complete data", edits)
 
 
 def check_wrapping(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
@@ -248,55 +240,43 @@ def check_loads(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
             yield ScriptFault("load-without-map-location", load.node.lineno, "torch.load without map_location", (edit,))
 
 
-def collective(script: TrainingScript, call: ast.Call) -> bool:
-    """Whether a call needs all ranks."""
-    name = script.name(call)
-    receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
-    if script.qualified(call.func).startswith("torch.distributed.") and name in (*COLLECTIVES, *STATES):
-        return True
-    kinds = script.kinds(receiver)
-    if name in ACCELERATE and "accelerator" in kinds:
-        return True
-    return (name == "save_checkpoint" and "engine" in kinds) or (name == "state_dict" and "fsdp" in kinds)
-
-
 def check_collectives(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
-    lonely: dict[str, list[tuple[ast.Call, ast.If, str]]] = {}
-    for call in (node for node in script.nodes if isinstance(node, ast.Call) and collective(script, node)):
-        below: ast.AST = call
-        for above in script.ancestors(call):
-            if isinstance(above, ast.FunctionDef | ast.AsyncFunctionDef):
+    lonely: dict[str, list[tuple[TrainingEvent, Frame]]] = {}
+    for event in trace.of("collective"):
+        for frame in event.conditions():
+            if isinstance(frame.node, ast.If) and one_rank_condition(frame.node.test):
+                lonely.setdefault(script.name(event.node), []).append((event, frame))
                 break
-            if isinstance(above, ast.If) and one_rank_condition(above.test) and below is not above.test:
-                branch = "body" if below in above.body else "orelse"
-                lonely.setdefault(script.name(call), []).append((call, above, branch))
-                break
-            below = above
     for name, places in lonely.items():
-        signs = {("!=" in ast.unparse(test.test) or "not " in ast.unparse(test.test)) != (branch == "orelse")
-                 for _, test, branch in places}  # fmt: skip
+        signs = set()
+        for _, frame in places:
+            assert isinstance(frame.node, ast.If)
+            test = ast.unparse(frame.node.test)
+            signs.add(("!=" in test or "not " in test) != (frame.branch == "orelse"))
         if len(signs) > 1:
             continue  # the other ranks call it in the other branch
-        for call, condition, _ in places:
-            edits = _leave_branch(script, call, condition)
-            yield ScriptFault("collective-in-one-rank", call.lineno, f"`{name}` runs on some ranks only", edits)
+        for event, frame in places:
+            assert isinstance(frame.node, ast.If)
+            edits = _leave_branch(script, event, frame.node)
+            yield ScriptFault("collective-in-one-rank", event.node.lineno, f"`{name}` runs on some ranks only", edits)
 
 
-def _leave_branch(script: TrainingScript, call: ast.Call, condition: ast.If) -> tuple[SourceEdit, ...]:
+def _leave_branch(script: TrainingScript, event: TrainingEvent, condition: ast.If) -> tuple[SourceEdit, ...]:
     """Move a collective out of `if rank == 0:`: above it if it makes a value, else below."""
-    statement = script.statement(call)
-    if statement not in condition.body or condition.orelse or condition not in script.block(condition):
+    statement = sibling(script, condition.body, event)
+    if statement is None or condition.orelse or condition not in script.block(condition):
+        return ()
+    if isinstance(statement, ast.If | ast.For | ast.While | ast.With | ast.Try):
         return ()
     text = script.source.body([statement])
     if len(condition.body) == 1:
         start, end = script.source.line_span(condition)
-        return (SourceEdit(start, end, script.source.indent_of(condition) + text.replace("\n", "\n" + script.source.indent_of(condition)) + "\n"),)
+        return (SourceEdit(start, end, textwrap.indent(text + "\n", script.source.indent_of(condition))),)
     removed = script.source.remove(statement, False)
-    earlier = condition.body[: condition.body.index(statement)]
-    made = {part.id for s in earlier for part in ast.walk(s) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    names = [part for s in condition.body for part in ast.walk(s) if isinstance(part, ast.Name)]
+    made = {part.id for part in names if isinstance(part.ctx, ast.Store) and part.lineno < statement.lineno}
     needs = {part.id for part in ast.walk(statement) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
-    waits = script.name(call) in ("barrier", "wait_for_everyone", "save_checkpoint", "save_state")
-    if waits:
+    if script.name(event.node) in ("barrier", "wait_for_everyone", "save_checkpoint", "save_state"):
         return (removed, script.source.after(condition, text))
     return (removed, script.source.before(condition, text)) if not made & needs else ()
 
@@ -342,7 +322,7 @@ def check_no_sync(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]
     for backward, steps in training_loops(trace):
         models = [f for f in trace.inside(backward.loops[-1], "forward") if "ddp" in script.kinds(f.subject)]
         for step in steps:
-            if models and accumulation(backward, step) is not None:
+            if models and accumulation(script, backward, step) is not None:
                 yield ScriptFault(
                     "accumulation-without-no-sync", backward.node.lineno, "DDP reduces at every micro-batch"
                 )

@@ -14,6 +14,10 @@ from bessemer.diagnose.review.script import Function, TrainingScript
 
 Loop = ast.For | ast.While | ast.AsyncFor
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+COLLECTIVES = ("barrier", "all_reduce", "all_gather", "reduce", "broadcast", "gather", "all_gather_object",
+               "broadcast_object_list", "reduce_scatter", "all_gather_into_tensor", "gather_object",
+               "get_model_state_dict", "get_state_dict", "get_optimizer_state_dict")  # fmt: skip
+ACCELERATE = ("wait_for_everyone", "gather", "gather_for_metrics", "reduce", "save_state")
 NO_GRAD = ("no_grad", "inference_mode", "set_grad_enabled")
 OPTIMIZER_NAMES = ("opt", "optim", "optimizer")
 SCHEDULER_NAMES = ("sched", "scheduler", "lr_scheduler", "lr_sched")
@@ -151,6 +155,17 @@ def is_model(script: TrainingScript, node: ast.expr) -> bool:
     return bool(kinds & {"model", "engine"}) or (not kinds and last_part(node).lower() in ("model", "net", "network"))
 
 
+def collective(script: TrainingScript, call: ast.Call) -> bool:
+    """Whether a call needs all ranks."""
+    name = script.name(call)
+    kinds = script.kinds(call.func.value) if isinstance(call.func, ast.Attribute) else frozenset()
+    if script.qualified(call.func).startswith("torch.distributed.") and name in COLLECTIVES:
+        return True
+    if name in ACCELERATE and "accelerator" in kinds:
+        return True
+    return (name == "save_checkpoint" and "engine" in kinds) or (name == "state_dict" and "fsdp" in kinds)
+
+
 def classify(script: TrainingScript, call: ast.Call) -> tuple[str, ast.expr | None]:
     """The kind of event that a call is and what it acts on; "" for other calls."""
     name = script.name(call)
@@ -163,6 +178,8 @@ def classify(script: TrainingScript, call: ast.Call) -> tuple[str, ast.expr | No
             return "forward", call.func
         if isinstance(call.func, ast.Name) and call.func.id in ("model", "net") and first is not None:
             return "forward", call.func
+    if collective(script, call):
+        return "collective", first
     if name in ("save", "load") and dotted in ("torch.save", "torch.load"):
         return name, first
     if name == "fully_shard" or name in ("DistributedDataParallel", "FullyShardedDataParallel", "get_peft_model"):
