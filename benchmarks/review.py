@@ -10,14 +10,18 @@ after. A planted fault counts if a finding names its rule and its line. Every ot
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
+import runpy
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,8 +104,8 @@ def make_model(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-    words = "sample number says hello again document about metal and fire question answer good bad film text".split()
-    names = ["<|endoftext|>", "[UNK]", *words, *map(str, range(100))]
+    text = "sample number says hello again document about metal and fire question answer good bad film text"
+    names = ["<|endoftext|>", "[UNK]", *text.split(), *map(str, range(100))]
     vocabulary = {word: index for index, word in enumerate(names)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -112,30 +116,62 @@ def make_model(folder: Path) -> None:
     GPT2LMHeadModel(config).save_pretrained(folder)
 
 
-def run_script(name: str, text: str, model: Path, folder: Path, packages: list[str]) -> str:
-    """Run a script in a folder of its own; "" or the end of its error."""
+def run_script(name: str, text: str, model: Path, folder: Path) -> str:
+    """Run a script in a fork of this process, which has imported the libraries; "" or the end of its error."""
     place = folder / name
     place.mkdir(parents=True)
     (place / "train.py").write_text(text)
-    arguments = shlex.split(text.split("\n")[0].partition("short run:")[2])
-    environment = {
-        **os.environ, "MODEL": str(model), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([*packages, os.environ.get("PYTHONPATH", "")]),
-    }  # fmt: skip
-    environment["MASTER_PORT"] = str(free_port())
-    if "init_process_group" not in text and "deepspeed" not in text:
-        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            del environment[key]
+    if not (child := os.fork()):
+        os._exit(run_in_child(place, text, model))
+    deadline = time.monotonic() + RUN_SECONDS
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            output = (place / "output.txt").read_text(errors="replace").strip()
+            return "" if code == 0 else f"exit code {code}: {output[-600:]}"
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return f"did not end within {RUN_SECONDS} s"
+
+
+def run_in_child(place: Path, text: str, model: Path) -> int:
+    os.chdir(place)
+    with open("output.txt", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ["MODEL"] = str(model)
+    if "init_process_group" in text or "deepspeed" in text:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(free_port())
+    sys.argv = ["train.py", *shlex.split(text.split("\n")[0].partition("short run:")[2])]
     try:
-        done = subprocess.run(
-            [sys.executable, "train.py", *arguments], cwd=place, env=environment, capture_output=True, text=True,
-            check=False, timeout=RUN_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"did not end within {RUN_SECONDS} s"
-    return "" if done.returncode == 0 else done.stderr.strip()[-600:] or f"exit code {done.returncode}"
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as left:
+        return int(left.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def import_libraries(packages: list[str]) -> list[str]:
+    """Import what the scripts use, before forking; the names of those that are missing."""
+    os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", TOKENIZERS_PARALLELISM="false")
+    sys.path[:0] = packages
+    missing = []
+    for name in ("datasets", "accelerate", "transformers", "peft", "lightning", "pytorch_lightning", "deepspeed"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    for part in ("trainer", "data.data_collator", "models.gpt2.modeling_gpt2", "models.auto"):
+        importlib.import_module(f"transformers.{part}")
+    return missing
 
 
 def free_port() -> int:
@@ -146,8 +182,8 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run_patched(part: str, packages: list[str], jobs: int, only: str = "") -> dict[str, Any]:
-    """Run the clean scripts, and the patched ones of every planted fault. Equal texts run once."""
+def run_patched(part: str, packages: list[str], only: str = "") -> dict[str, Any]:
+    """Run the clean scripts, and the patched ones of every planted fault."""
     from bessemer.diagnose.review.review import apply_patches
 
     texts = dict(clean_scripts(part))
@@ -156,22 +192,26 @@ def run_patched(part: str, packages: list[str], jobs: int, only: str = "") -> di
         if patched != script.text:
             texts[script.name] = patched
     texts = {name: text for name, text in texts.items() if only in name}
+    missing = import_libraries(packages)
+    left_out = [name for name, text in texts.items() if any(f"import {library}" in text for library in missing)]
+    failed = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_model(folder / "model")
-        with ThreadPoolExecutor(jobs) as pool:
-            errors = pool.map(lambda item: run_script(*item, folder / "model", folder, packages), texts.items())
-            failed = {name: error for name, error in zip(texts, errors, strict=True) if error}
-    return {"scripts": len(texts), "ran": len(texts) - len(failed), "failed": failed}
+        for name, text in texts.items():
+            if name not in left_out and (error := run_script(name, text, folder / "model", folder)):
+                failed[name] = error
+                print(name, error, file=sys.stderr, flush=True)
+    ran = len(texts) - len(left_out) - len(failed)
+    return {"scripts": len(texts), "ran": ran, "failed": failed, "left_out": left_out, "missing": missing}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--set", choices=[*SETS, "all"], default="all")
     parser.add_argument("--run", action="store_true", help="also run the patched scripts")
-    parser.add_argument("--only", default="", help="run only scripts whose name contains this")
+    parser.add_argument("--only", default="", help="only run the patched scripts whose name contains this")
     parser.add_argument("--packages", nargs="*", default=[], help="folders with lightning and deepspeed")
-    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", help="write the result here")
     options = parser.parse_args()
     import torch
@@ -183,9 +223,9 @@ def main() -> None:
         "torch": torch.__version__,
     }  # fmt: skip
     for part in SETS if options.set == "all" else [options.set]:
-        result[part] = judge(part)
+        result[part] = {} if options.only else judge(part)
         if options.run:
-            result[part]["patched_runs"] = run_patched(part, options.packages, options.jobs, options.only)
+            result[part]["patched_runs"] = run_patched(part, options.packages, options.only)
     text = json.dumps(result, indent=1)
     if options.out:
         Path(options.out).write_text(text + "\n")

@@ -17,7 +17,7 @@ DS_CONFIG = {
     "gradient_clipping": 1.0,
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1, "torch_adam": True}},
 }
 
 

@@ -188,10 +188,7 @@ RANKS = {
         "The saved keys carry the wrapper's prefix (`module.`, `_orig_mod.`) and do not load into the plain model.",
         "save the state of the wrapped model",
     ),
-    "collective-in-one-rank": (
-        "The other ranks never join the collective, and the job hangs.",
-        "call it on all ranks",
-    ),
+    "collective-in-one-rank": ("The other ranks never join the collective, and the job hangs.", "call it on all ranks"),
     "reduce-not-averaged": (
         "all_reduce sums over the ranks: the value grows with their number.",
         "divide by the world size",
@@ -226,10 +223,7 @@ FRAMEWORKS = {
         "Plain backward bypasses the precision and the strategy.",
         "call self.manual_backward(loss)",
     ),
-    "deepspeed-backward": (
-        "The engine neither scales the loss nor reduces gradients.",
-        "call engine.backward(loss)",
-    ),
+    "deepspeed-backward": ("The engine neither scales the loss nor reduces gradients.", "call engine.backward(loss)"),
     "deepspeed-step": (
         "The engine's accumulation, clipping and schedule are bypassed.",
         "call engine.step() after every backward pass",
@@ -304,3 +298,14 @@ RULES: dict[str, ReviewRule] = {
         ),
     }),
 }  # fmt: skip
+
+
+def rules_table() -> str:
+    """The table of docs/review.md."""
+    rows = ["| rule | severity | why | instead |", "|---|---|---|---|"]
+    rows += [f"| `{name}` | {rule.severity} | {rule.why} | {rule.fix} |" for name, rule in RULES.items()]
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":  # python -m bessemer.diagnose.review.catalogue
+    print(rules_table(), end="")

@@ -37,6 +37,9 @@ def check_accelerate(script: TrainingScript, trace: Trace) -> Iterator[ScriptFau
         loss = loss_of(script, backward)
         name = scope_name(script, [*accelerators, "accelerator"], backward.node)
         if loss is not None and backward.subject not in backward.node.args:
+            forwards = [event for event in trace.of("forward") if event.order < backward.order]
+            if forwards and "prepared" not in script.kinds(forwards[-1].subject):
+                continue  # a model that Accelerate does not know
             edits = (script.source.replace(backward.node, f"{name}.backward({script.text(loss)})"),) if name else ()
             yield ScriptFault("accelerate-backward", backward.node.lineno, "backward() bypasses Accelerate", edits)
         elif loss is not None and contexts:
@@ -83,7 +86,10 @@ def divided_twice(script: TrainingScript, loss: ast.expr, backward: TrainingEven
                 )  # fmt: skip
                 return
     for node in script.nodes:
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div) and ast.unparse(node.target) == ast.unparse(loss):
+        divides = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div)
+        if not divides or ast.unparse(node.target) != ast.unparse(loss):  # type: ignore[attr-defined]
+            continue
+        if script.parents[node] in script.ancestors(backward.node):  # not in another branch
             edit = script.source.remove(node, script.alone(node))
             yield ScriptFault("accumulation-divided-twice", node.lineno, "the framework divides too", (edit,))
 
@@ -102,7 +108,9 @@ def _context_missing(script: TrainingScript, trace: Trace) -> Iterator[ScriptFau
 
 
 def _unprepared(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
-    prepares = [call for call in script.calls("prepare") if "accelerator" in script.kinds(getattr(call.func, "value", None))]
+    prepares = [
+        call for call in script.calls("prepare") if "accelerator" in script.kinds(getattr(call.func, "value", None))
+    ]
     if len(prepares) != 1 or any(isinstance(given, ast.Starred) for given in prepares[0].args):
         return
     call, statement = prepares[0], script.statement(prepares[0])
@@ -113,7 +121,9 @@ def _unprepared(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
         edits: tuple[SourceEdit, ...] = ()
         name = ast.unparse(subject)
         if isinstance(statement, ast.Assign) and visible(script, name, statement) and call.args:
-            last = statement.targets[0].elts[-1] if isinstance(statement.targets[0], ast.Tuple) else statement.targets[0]
+            last = (
+                statement.targets[0].elts[-1] if isinstance(statement.targets[0], ast.Tuple) else statement.targets[0]
+            )
             ends = [script.source.span(last)[1], script.source.span(call.args[-1])[1]]
             edits = tuple(SourceEdit(end, end, f", {name}") for end in ends)
         yield ScriptFault("accelerate-unprepared", call.lineno, f"`{name}` is not prepared", edits)
@@ -184,7 +194,9 @@ def _loss_returned(script: TrainingScript, step: Function) -> Iterator[ScriptFau
 
 
 def _kept_by_module(script: TrainingScript, step: Function) -> Iterator[ScriptFault]:
-    losses = {node.value.id for node in ast.walk(step) if isinstance(node, ast.Return) and isinstance(node.value, ast.Name)}
+    losses = {
+        node.value.id for node in ast.walk(step) if isinstance(node, ast.Return) and isinstance(node.value, ast.Name)
+    }
     for call in script.calls("append", inside=step):
         value = call.args[0] if call.args else None
         if isinstance(value, ast.Name) and value.id in losses and ast.unparse(call.func).startswith("self."):
@@ -228,7 +240,9 @@ def check_deepspeed(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
     for step in trace.of("step"):
         name = scope_name(script, engines, step.node)
         if step.subject is not None and "optimizer" in script.kinds(step.subject):
-            edits = (script.source.replace(step.node, f"{name}.step()"),) if name and not trace.of("engine_step") else ()
+            edits = (
+                (script.source.replace(step.node, f"{name}.step()"),) if name and not trace.of("engine_step") else ()
+            )
             yield ScriptFault("deepspeed-step", step.node.lineno, "the optimizer steps instead of the engine", edits)
     for step in trace.of("engine_step"):
         condition = step.loops and modulo_period(script, step, step.loops[-1])

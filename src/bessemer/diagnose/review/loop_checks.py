@@ -417,7 +417,9 @@ def check_detached_loss(script: TrainingScript, trace: Trace) -> Iterator[Script
                 first = part.args[0]
                 if isinstance(first, ast.Call) and script.name(first) == "detach":
                     edit = script.source.replace(first, script.text(first.func.value))  # type: ignore[attr-defined]
-                    yield ScriptFault("loss-detached", first.lineno, "the loss is computed of detached outputs", (edit,))
+                    yield ScriptFault(
+                        "loss-detached", first.lineno, "the loss is computed of detached outputs", (edit,)
+                    )
 
 
 CHECKS = (

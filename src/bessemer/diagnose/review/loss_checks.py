@@ -148,7 +148,9 @@ def _base(script: TrainingScript, node: ast.expr) -> ast.expr:
 def _unshifted(script: TrainingScript, call: ast.Call) -> Iterator[ScriptFault]:
     logits, target = _base(script, call.args[0]), shaped(call.args[1])
     source = origin(script, logits)
-    while isinstance(source, ast.Attribute | ast.Subscript) and not isinstance(getattr(source, "slice", None), ast.Tuple):
+    while isinstance(source, ast.Attribute | ast.Subscript) and not isinstance(
+        getattr(source, "slice", None), ast.Tuple
+    ):
         if isinstance(source, ast.Subscript) and not isinstance(source.slice, ast.Constant):
             return
         source = origin(script, source.value)

@@ -71,7 +71,9 @@ def check_evaluation(script: TrainingScript, trace: Trace) -> Iterator[ScriptFau
         model, mode = ast.unparse(forward.subject), last_mode(trace, forward)
         pretrained = "pretrained" in script.kinds(forward.subject) and not any(trace.of("train_mode"))
         unentered = not trace.of("backward") and not any(trace.of("eval_mode", "train_mode"))
-        callers_decide = unentered and isinstance(trace.events[0].frames[:1] and trace.events[0].frames[0].node, Function)
+        callers_decide = unentered and isinstance(
+            trace.events[0].frames[:1] and trace.events[0].frames[0].node, Function
+        )
         if mode != "eval_mode" and not pretrained and not callers_decide:
             edits: tuple[SourceEdit, ...] = (script.source.before(place, f"{model}.eval()"),)
             yield ScriptFault("eval-mode-missing", forward.node.lineno, f"`{model}` evaluates in training mode", edits)
@@ -114,7 +116,9 @@ def check_training_mode(script: TrainingScript, trace: Trace) -> Iterator[Script
 
 
 def script_trains(script: TrainingScript) -> bool:
-    return any(True for _ in script.calls("train")) or any(True for _ in script.calls("prepare_model_for_kbit_training"))
+    return any(True for _ in script.calls("train")) or any(
+        True for _ in script.calls("prepare_model_for_kbit_training")
+    )
 
 
 def _restore(
@@ -145,12 +149,16 @@ def check_generate(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault
         edits = [script.source.before(statement, f"{model}.eval()")]
         if event.loops and trace.inside(event.loops[0], "backward"):
             edits.append(script.source.after(statement, f"{model}.train()"))
-        yield ScriptFault("generate-in-train-mode", event.node.lineno, f"`{model}` generates with dropout", tuple(edits))
+        yield ScriptFault(
+            "generate-in-train-mode", event.node.lineno, f"`{model}` generates with dropout", tuple(edits)
+        )
 
 
 def check_seeds(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
     for backward, _ in training_loops(trace):
-        for call in script.calls("manual_seed", "manual_seed_all", "seed_everything", "set_seed", inside=backward.loops[0]):
+        for call in script.calls(
+            "manual_seed", "manual_seed_all", "seed_everything", "set_seed", inside=backward.loops[0]
+        ):
             constant = call.args and (isinstance(call.args[0], ast.Constant) or not definitions_inside(
                 script, call.args[0], backward.loops[0]))  # fmt: skip
             owner = ast.unparse(call.func)

@@ -56,7 +56,11 @@ def _nn(script: TrainingScript) -> str:
 def check_state(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
     """Best weights without a copy; checkpoints whose optimizer state is not loaded; unsafe loads."""
     for node in script.nodes:
-        if isinstance(node, ast.Assign) and script.name(node.value) == "state_dict" and isinstance(node.value, ast.Call):
+        if (
+            isinstance(node, ast.Assign)
+            and script.name(node.value) == "state_dict"
+            and isinstance(node.value, ast.Call)
+        ):
             receiver = node.value.func.value if isinstance(node.value.func, ast.Attribute) else None
             looped = any(isinstance(above, ast.For | ast.While) for above in script.ancestors(node))
             name = last_part(node.targets[0]).lower()
@@ -109,7 +113,12 @@ def check_optimizer(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
         call, name = event.node, script.name(event.node)
         decay = script.argument(call, "weight_decay")
         literal_zero = isinstance(decay, ast.Constant) and not decay.value
-        if name == "Adam" and decay is not None and not literal_zero and script.qualified(call.func).startswith("torch"):
+        if (
+            name == "Adam"
+            and decay is not None
+            and not literal_zero
+            and script.qualified(call.func).startswith("torch")
+        ):
             imported = "" if isinstance(call.func, ast.Attribute) else "torch.optim."
             text = script.text(call.func)[: -len("Adam")] + imported + "AdamW"
             importing = import_line(script, "import torch") if imported else ()
@@ -136,7 +145,11 @@ def _built_too_early(script: TrainingScript, trace: Trace, call: ast.Call, order
         if script.function_of(node) is not script.function_of(call):
             continue
         target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(target, ast.Attribute) and script.key(target.value) in models and "model" in script.kinds(node.value):
+        if (
+            isinstance(target, ast.Attribute)
+            and script.key(target.value) in models
+            and "model" in script.kinds(node.value)
+        ):
             changes.append(node.value)  # type: ignore[arg-type]
         if script.name(node.value) == "resize_token_embeddings" and script.key(node.value.func.value) in models:  # type: ignore[attr-defined]
             changes.append(node.value)  # type: ignore[arg-type]
@@ -181,7 +194,11 @@ def _unused_moves(script: TrainingScript, moves: list[ast.Call]) -> Iterator[Scr
     for call in moves:
         statement = script.parents[call]
         assert isinstance(call.func, ast.Attribute)
-        if isinstance(statement, ast.Expr) and isinstance(call.func.value, ast.Name) and not script.kinds(call.func.value):
+        if (
+            isinstance(statement, ast.Expr)
+            and isinstance(call.func.value, ast.Name)
+            and not script.kinds(call.func.value)
+        ):
             edit = script.source.replace(statement, f"{call.func.value.id} = {script.text(call)}")
             yield ScriptFault("to-result-unused", call.lineno, f"`{script.text(call)}` has no effect", (edit,))
 
@@ -213,7 +230,9 @@ def check_loading(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]
             depends = any(isinstance(part, ast.Name) and part.id != worker and isinstance(part.ctx, ast.Load)
                           and definitions(script, part) == [] and part.id.islower() for part in seed.args)  # fmt: skip
             uses = {ast.unparse(part) for argument in seed.args for part in ancestry(script, argument)}
-            varied = any(worker and worker in text or "initial_seed" in text or "get_worker_info" in text for text in uses)
+            varied = any(
+                worker and worker in text or "initial_seed" in text or "get_worker_info" in text for text in uses
+            )
             if seed.args and worker and not varied and not depends:
                 edit = script.source.replace(seed.args[0], f"{script.text(seed.args[0])} + {worker}")
                 yield ScriptFault("workers-share-seed", seed.lineno, "each worker gets the same seed", (edit,))
@@ -223,7 +242,9 @@ def check_loading(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]
             yield from _copied_generator(script, methods["__init__"], methods["__getitem__"])
 
 
-def _copied_generator(script: TrainingScript, init: ast.AST, getter: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ScriptFault]:
+def _copied_generator(
+    script: TrainingScript, init: ast.AST, getter: ast.FunctionDef | ast.AsyncFunctionDef
+) -> Iterator[ScriptFault]:
     for node in ast.walk(init):
         if isinstance(node, ast.Assign) and script.name(node.value) in ("default_rng", "RandomState", "Random"):
             name = ast.unparse(node.targets[0])

@@ -22,7 +22,6 @@ from bessemer.diagnose.review.script import TrainingScript
 from bessemer.diagnose.review.trace import Frame, Trace, TrainingEvent, last_part, training_loops
 
 
-
 def dist_name(script: TrainingScript) -> str:
     """How the script calls torch.distributed."""
     for alias, name in script.imports.items():
@@ -59,9 +58,18 @@ def _set_epoch(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
         statement = script.statement(samplers[0])
         names = [last_part(t) for t in statement.targets] if isinstance(statement, ast.Assign) else []
         first, edits = outer.body[0], ()
-        if names and script.kinds(samplers[0]) and statement.targets and visible(  # type: ignore[union-attr]
-            script, ast.unparse(statement.targets[0]), first) and isinstance(  # type: ignore[union-attr]
-                statement.value, ast.Call) and script.name(statement.value) == "DistributedSampler":  # type: ignore[union-attr]
+        if (
+            names
+            and script.kinds(samplers[0])
+            and statement.targets
+            and visible(  # type: ignore[union-attr]
+                script, ast.unparse(statement.targets[0]), first
+            )
+            and isinstance(  # type: ignore[union-attr]
+                statement.value, ast.Call
+            )
+            and script.name(statement.value) == "DistributedSampler"
+        ):  # type: ignore[union-attr]
             sampler = ast.unparse(statement.targets[0])  # type: ignore[union-attr]
             edits = (script.source.before(first, f"{sampler}.set_epoch({outer.target.id})"),)
         elif isinstance(loader_loop, ast.For):
@@ -306,7 +314,11 @@ def _divided_later(script: TrainingScript, call: ast.Call, text: str) -> bool:
     for node in ast.walk(scope):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and mentions(node.left, text):
             return True
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult) and ast.unparse(node.target) == text:
+        if (
+            isinstance(node, ast.AugAssign)
+            and isinstance(node.op, ast.Div | ast.Mult)
+            and ast.unparse(node.target) == text
+        ):
             return True
         if isinstance(node, ast.Call) and script.name(node) in ("div_", "div", "mul_") and mentions(node, text):
             return True

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bessemer.diagnose.review import (
-    framework_checks,
-    loop_checks,
-    loss_checks,
-    mode_checks,
-    module_checks,
-    rank_checks,
-)
+from bessemer.diagnose.review import framework_checks, loop_checks, loss_checks, mode_checks, module_checks, rank_checks
 from bessemer.diagnose.review.catalogue import RULES, ScriptFault
 from bessemer.diagnose.review.edits import apply_edits, unified_diff
 from bessemer.diagnose.review.script import TrainingScript
