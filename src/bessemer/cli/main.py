@@ -34,6 +34,7 @@ from bessemer.cli import (
     model,
     new,
     plan,
+    review,
     runs,
     serve,
     spec,
@@ -81,6 +82,7 @@ app.add_typer(watch.app, name="watch")
 app.command("control")(watch.control)
 app.command("report")(watch.report)
 app.command("new")(new.new)
+app.command("review")(review.review)
 app.add_typer(spec.app, name="spec")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
