@@ -321,6 +321,8 @@ def check_optimizer(spec: RunSpec) -> Iterator[Problem]:
         }
         if other := next((k for k, used in around.items() if used), None):
             yield ("optimizer", key), f"does not work with {other}: remove one of them"
+    if optimizer.sam_adaptive and not optimizer.sam:
+        yield ("optimizer", "sam_adaptive"), "without sam nothing is moved: write sam: 0.5, or remove this"
     if optimizer.arguments and not optimizer.external:
         yield ("optimizer", "arguments"), f"{optimizer.name} takes its settings as keys: remove this"
     yield from check_parameter_groups(spec)
