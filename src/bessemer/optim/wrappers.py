@@ -23,8 +23,8 @@ class SharpnessAware:
     perturbed, so that the number of processes does not change the update; the weights are restored by copy, not by
     subtraction, so that a rejected step leaves every bit.
 
-    ASAM (Kwon et al. 2021), with `adaptive_norm`, moves each weight in proportion to its size T: w + rho T^2 g / |T g|, where T
-    is |w| + 0.01, and 1 for biases. `adaptive_norm` computes the norm of the gradients over all ranks.
+    ASAM (Kwon et al. 2021), with `adaptive_norm`, moves each weight in proportion to its size T: w + rho T^2 g / |T g|,
+    where T is |w| + 0.01, and 1 for biases. `adaptive_norm` computes the norm of the gradients over all ranks.
     """
 
     def __init__(

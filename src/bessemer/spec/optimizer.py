@@ -20,7 +20,8 @@ BLOCK = 256  # elements of an 8-bit moment that share a scale
 # Moments per parameter. Adafactor stores a row and a column per matrix. Muon has one for matrices, and two for the
 # embedding and the head, which AdamW updates.
 # SM3 stores sums of rows and columns besides its momentum. Schedule-Free stores the average that is evaluated and the
-# point that moves, AdEMAMix a second mean, MARS the last gradient. SOAP has two moments; its bases depend on the shapes of the matrices (plan/cost_model/memory.py).
+# point that moves, AdEMAMix a second mean, MARS the last gradient.
+# SOAP has two moments; its bases depend on the shapes of the matrices (plan/cost_model/memory.py).
 MOMENTS = {
     "adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "lion": 1, "muon": 1, "lamb": 2,
     "lars": 1, "sm3": 1, "schedule_free": 3, "soap": 2, "ademamix": 3, "mars": 3,
@@ -221,8 +222,8 @@ class OptimizerSpec(SpecSection):
     ] | Annotated[str, Field(pattern=r"^pytorch_optimizer\.[A-Za-z]\w*$")] = setting(
         "adamw",
         "adamw, adam, sgd, adagrad, rmsprop, nadam, radam, adamax, lion, adafactor, lamb, lars, sm3, schedule_free, "
-        "soap, ademamix, mars, or muon (hidden matrices; AdamW updates the rest at the same learning rate); or a class of the package "
-        "pytorch-optimizer, such as pytorch_optimizer.Prodigy",
+        "soap, ademamix, mars, or muon (hidden matrices; AdamW updates the rest at the same learning rate); or a class "
+        "of the package pytorch-optimizer, such as pytorch_optimizer.Prodigy",
         "adamw",
     )  # fmt: skip
     lr: AutoNumber = setting("auto", "peak learning rate", 3e-4)
