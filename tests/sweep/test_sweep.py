@@ -1,6 +1,7 @@
 """Draws, results, rungs and refusals of a sweep, and one that is killed."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Write, pretend
+from tests.sweep.conftest import RANGES, Write, pretend
 
 from bessemer.errors import UserError
 from bessemer.run.directory import Run, list_runs
 from bessemer.spec.load import load_spec
+from bessemer.spec.sweep import SweepSpec
 from bessemer.sweep.record import TRIALS, Trials
 from bessemer.sweep.report import closing_lines, table_rows, to_json
 from bessemer.sweep.run import Sweep, run_sweep
-from bessemer.sweep.space import is_integer
+from bessemer.sweep.space import Result, draw, is_integer
 
 
 def run(sweep: Sweep, train: Any = pretend) -> tuple[Trials, list[str]]:
@@ -32,19 +34,26 @@ def told(trials: Trials) -> list[Any]:
     return [(t.name, t.values, t.state, t.value) for t in trials.trials]
 
 
-def test_tpe_comes_nearer_to_the_best_rate_than_chance(write: Write) -> None:
-    nearest = {}
+def test_tpe_comes_nearer_to_the_best_rate_than_chance() -> None:
+    """The mean distance from the best rate, in decades, over the second half of 30 trials and two seeds."""
+    pytest.importorskip("optuna")
+    distances = {}
     for strategy in ("tpe", "random"):
-        values = []
-        for seed in range(3):
-            trials, _ = run(write(f"{strategy}{seed}", strategy=strategy, trials=30, seed=seed))
-            values.append(sum(t.value or 9 for t in trials.trials[15:]) / 15)
-        nearest[strategy] = sum(values) / 3
-    assert nearest["tpe"] < nearest["random"] - 0.3
+        found = []
+        for seed in range(2):
+            sweep = SweepSpec.model_validate({"parameters": RANGES, "strategy": strategy, "trials": 30, "seed": seed})
+            results: list[Result] = []
+            for number in range(30):
+                values = draw(sweep, number, results)
+                distance = abs(math.log10(values["optimizer.lr"] / 0.01))
+                results.append(Result(values, None if values["optimizer.lr"] > 0.05 else 2 + distance**2))
+                found += [distance] if number >= 15 else []
+        distances[strategy] = sum(found) / len(found)
+    assert distances["tpe"] < 0.7 * distances["random"]
 
 
 def test_the_best_spec_is_written_and_what_mattered_is_named(write: Write) -> None:
-    sweep = write(trials=24)
+    sweep = write(trials=12)
     trials, _ = run(sweep)
     best = trials.ranked(1.0)[0]
     assert best.value == min(t.value for t in trials.trials if t.value is not None)
@@ -57,7 +66,7 @@ def test_the_best_spec_is_written_and_what_mattered_is_named(write: Write) -> No
     text = "\n".join(closing_lines(sweep, trials))
     assert "mattered  optimizer.lr" in text and "diverged" in text
     rows = table_rows(sweep, trials)
-    assert rows[1][:3] == ["1", best.name, f"{best.value:.4f}"] and len(rows) == 25
+    assert rows[1][:3] == ["1", best.name, f"{best.value:.4f}"] and len(rows) == 13
 
 
 def test_trials_are_ordinary_runs(write: Write) -> None:
@@ -79,13 +88,13 @@ def test_a_grid_takes_every_combination_once(write: Write) -> None:
 
 
 def test_whole_numbers_are_drawn_where_the_key_wants_them(write: Write) -> None:
-    sweep = write(trials=12, strategy="random")
+    sweep = write(trials=6, strategy="random")
     parameters = sweep.sweep.parameters
     assert is_integer("model.layers", parameters["model.layers"])
     assert not is_integer("optimizer.weight_decay", parameters["optimizer.weight_decay"])
     trials, _ = run(sweep)
     decays = [t.values["optimizer.weight_decay"] for t in trials.trials]
-    assert len({t.values["model.layers"] for t in trials.trials}) > 2 and len(set(decays)) == 12
+    assert len({t.values["model.layers"] for t in trials.trials}) > 2 and len(set(decays)) == 6
 
 
 def test_asha_runs_the_best_third_again_three_times_as_long(write: Write) -> None:
@@ -105,13 +114,13 @@ def killed(sweep: Sweep, after: int) -> None:
     """A process that runs the sweep until a SIGKILL in the middle of trial `after`."""
     code = (
         "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "from conftest import pretend; from bessemer.sweep.run import open_sweep, run_sweep\n"
+        "from tests.sweep.conftest import pretend; from bessemer.sweep.run import open_sweep, run_sweep\n"
         "def slow(path, output):\n"
         f"    time.sleep(600 if path.stem.startswith('trial-{after:03d}') else 0)\n"
         "    return pretend(path, output)\n"
         "run_sweep(open_sweep(Path(sys.argv[2]), ()), print, slow)\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parent), str(sweep.path)])
+    child = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parents[2]), str(sweep.path)])
     try:
         begun = f'"trial": {after - 1},'
         give_up = time.monotonic() + 60
@@ -124,14 +133,14 @@ def killed(sweep: Sweep, after: int) -> None:
         child.wait()
 
 
-@pytest.mark.parametrize("strategy", ["tpe", "asha"])
+@pytest.mark.parametrize("strategy", ["tpe", pytest.param("asha", marks=pytest.mark.slow)])
 def test_a_killed_sweep_ends_like_one_that_was_not(write: Write, strategy: str) -> None:
-    unbroken, _ = run(write("unbroken", strategy=strategy, trials=14))
-    sweep = write("broken", strategy=strategy, trials=14)
-    killed(sweep, 12)
-    assert len(Trials.read(sweep.folder).trials) >= 12
+    unbroken, _ = run(write("unbroken", strategy=strategy, trials=10))
+    sweep = write("broken", strategy=strategy, trials=10)
+    killed(sweep, 8)
+    assert len(Trials.read(sweep.folder).trials) >= 8
     with (sweep.folder / TRIALS).open("ab") as file:
-        file.write(b'{"trial": 12, "sta')  # a line that the kill has torn
+        file.write(b'{"trial": 7, "sta')  # a line that the kill has torn
     trials, lines = run(sweep)
     assert lines[0].startswith("sweep  continuing")
     assert told(trials) == told(unbroken) == told(Trials.read(sweep.folder))
@@ -189,7 +198,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ranges": {"optimizer.lr": {"min": 1, "max": 0.1}}}, "sweep.parameters.optimizer.lr.max: 0.1 is not above min"),
     ({"ranges": {"optimizer.lr": {"min": 0, "max": 0.1, "log": True}}}, "begins above 0"),
     ({"ranges": {"optimizer.lr": {"min": 0.1}}}, "write a list of values, or min and max"),
-    ({"ranges": {"optimizer.lr": {"min": 0.1, "max": 1000}}}, "less than or equal to 100"),
+    ({"ranges": {"optimizer.lr": {"min": 0.1, "max": 1000}}}, "it must be above 0 and at most 100"),
     ({"ranges": {"runs": ["a", "b"]}}, "the sweep names its runs itself"),
     ({"strategy": "grid"}, "a grid needs values, or points"),
     ({"strategy": "asha", "trials": 5}, "write trials: 9 or more"),
@@ -216,3 +225,28 @@ def test_the_journal_is_one_line_for_a_draw_and_one_for_a_result(write: Write) -
     run(sweep)
     records = [json.loads(line) for line in (sweep.folder / TRIALS).read_text().splitlines()]
     assert ["values" in record for record in records] == [True, False, True, False]
+
+
+def test_the_command_prints_the_table_and_says_what_is_missing(
+    write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bessemer.cli import main
+
+    def call(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bessemer", "sweep", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main.run()
+        printed = capsys.readouterr()
+        return left.value.code or 0, printed.out, printed.err
+
+    monkeypatch.setattr("bessemer.sweep.run.train_in_a_process", pretend)
+    write(trials=3, strategy="random")
+    code, out, _ = call("tuned.yaml")
+    assert code == 0 and "trial 3/3" in out and out.rstrip().endswith("bessemer runs runs/tuned")
+    code, out, err = call("tuned.yaml", "--json")
+    assert code == 0 and len(json.loads(out)["trials"]) == 3 and "continuing" in err
+    Path("plain.yaml").write_text("model: {width: 32, layers: 2, heads: 2}\ndata: {sources: {words: words.jsonl}}\n")
+    code, _, err = call("plain.yaml")
+    assert code == 2 and err.startswith("plain.yaml: has no sweep section: write sweep:") and err.count("\n") == 1
+    code, out, _ = call("--help")
+    assert code == 0 and "Example: bessemer sweep my-sweep.yaml" in " ".join(out.split())

@@ -9,6 +9,8 @@ from pydantic import BeforeValidator
 
 from bessemer.spec.quantity import SpecSection, StepCount, setting
 
+TRIALS, RUNGS, REDUCTION = 20, 3, 3  # defaults
+
 
 class ParameterSpec(SpecSection):
     """The values of one key. A list is short for `values`."""
@@ -39,15 +41,35 @@ class SweepSpec(SpecSection):
         "best are run again for longer)",
         "asha",
     )
-    trials: int | None = setting(None, "trials (20; of grid all); of asha those of the first rung", 30, ge=1, le=100_000)
+    trials: int | None = setting(
+        None, "trials (20; of grid all); of asha those of the first rung", 30, ge=1, le=100_000
+    )
     steps: StepCount | None = setting(None, "steps of each trial, instead of the budget; of asha the longest", 500)
     metric: str = setting(
         "validation_loss", "validation_loss, loss (of the last steps), or a number of the last validation", "accuracy"
     )
     goal: Literal["minimize", "maximize"] = setting("minimize", "minimize or maximize", "maximize")
     seed: int = setting(0, "seed of the draws; that of the runs is the spec's", 1, ge=0, lt=2**31)
-    rungs: int = setting(3, "asha: lengths of trials, each `reduction` times the one before", 2, ge=2, le=10)
-    reduction: int = setting(3, "asha: one in so many trials is run again for longer", 4, ge=2, le=100)
+    rungs: int | None = setting(
+        None, "asha: lengths of trials, each `reduction` times the one before (3)", 4, ge=2, le=10
+    )
+    reduction: int | None = setting(
+        None, "asha: one in so many trials is run again, so many times as long (3)", 4, ge=2, le=100
+    )
+
+    @property
+    def count(self) -> int:
+        """Trials, unless the strategy is grid."""
+        return self.trials or TRIALS
+
+    @property
+    def rung_count(self) -> int:
+        return self.rungs or RUNGS
+
+    @property
+    def factor(self) -> int:
+        """How much longer a rung is than the one below it."""
+        return self.reduction or REDUCTION
 
     @property
     def better(self) -> float:
@@ -71,10 +93,10 @@ def sweep_problems(sweep: SweepSpec) -> Iterator[tuple[tuple[str, ...], str]]:
                 yield (*path, "min"), f"with log: true a range begins above 0, got {parameter.min}"
             if sweep.strategy == "grid" and parameter.points is None:
                 yield path, "a grid needs values, or points: the number of values of the range"
-    least = sweep.reduction ** (sweep.rungs - 1)
-    if sweep.strategy == "asha" and (sweep.trials or 20) < least:
+    least = sweep.factor ** (sweep.rung_count - 1)
+    if sweep.strategy == "asha" and sweep.count < least:
         fix = f"write trials: {least} or more, or fewer rungs"
-        yield ("trials",), f"{sweep.trials or 20} trials leave none for the last of {sweep.rungs} rungs: {fix}"
-    if sweep.strategy != "asha" and {"rungs", "reduction"} & sweep.model_fields_set:
-        key = "rungs" if "rungs" in sweep.model_fields_set else "reduction"
-        yield (key,), f"{sweep.strategy} has no {key}: remove it, or write strategy: asha"
+        yield ("trials",), f"{sweep.count} trials leave none for the last of {sweep.rung_count} rungs: {fix}"
+    for key in ("rungs", "reduction"):
+        if sweep.strategy != "asha" and getattr(sweep, key) is not None:
+            yield (key,), f"{sweep.strategy} has no {key}: remove it, or write strategy: asha"

@@ -1,11 +1,11 @@
 """The folder of a sweep and its journal, from which a killed sweep goes on.
 
-    runs/NAME/
-      sweep.yaml             the spec with its sweep section
-      trials.jsonl           one line when the values of a trial are drawn, one with its result
-      specs/trial-001.yaml   the spec of a trial, and its output beside it
-      trial-000/             an ordinary run
-      best.yaml              the spec with the best values
+runs/NAME/
+  sweep.yaml             the spec with its sweep section
+  trials.jsonl           one line when the values of a trial are drawn, one with its result
+  specs/trial-001.yaml   the spec of a trial, and its output beside it
+  trial-000/             an ordinary run
+  best.yaml              the spec with the best values
 """
 
 from __future__ import annotations

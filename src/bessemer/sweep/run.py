@@ -53,7 +53,7 @@ class Sweep:
             return self.sweep.steps
         longest = self.sweep.steps or self.spec.budget.steps
         assert longest is not None, "checked with the spec"
-        return max(1, round(longest / self.sweep.reduction ** (self.sweep.rungs - 1 - rung)))
+        return max(1, round(longest / self.sweep.factor ** (self.sweep.rung_count - 1 - rung)))
 
     def load(self, values: Values, steps: int | None = None) -> RunSpec:
         """The spec with these values. SpecError if they do not go together."""
@@ -155,11 +155,11 @@ def _next_trial(sweep: Sweep, trials: Trials) -> Trial | None:
 def _promoted(sweep: SweepSpec, trials: Trials) -> Trial | None:
     """ASHA (Li et al. 2020): the best configuration of the highest rung that is among the best 1/reduction of its rung
     and was not promoted yet."""
-    for rung in reversed(range(sweep.rungs - 1)):
+    for rung in reversed(range(sweep.rung_count - 1)):
         ended = [trial for trial in trials.at_rung(rung) if trial.state == FINISHED and trial.value is not None]
         ended.sort(key=lambda t: (sweep.better * (t.value or 0.0), t.number))
         above = {trial.number for trial in trials.at_rung(rung + 1)}
-        for trial in ended[: len(trials.at_rung(rung)) // sweep.reduction]:
+        for trial in ended[: len(trials.at_rung(rung)) // sweep.factor]:
             if trial.number not in above:
                 return Trial(trial.number, trial.values, rung + 1)
     return None

@@ -18,7 +18,6 @@ from bessemer.errors import UserError
 from bessemer.spec.load import accepts, yaml_text
 from bessemer.spec.sweep import ParameterSpec, SweepSpec
 
-TRIALS = 20
 TPE_STARTUP = 10  # random trials before TPE, Optuna's default; at most half of the trials
 Values = dict[str, Any]
 
@@ -80,7 +79,7 @@ def count_trials(sweep: SweepSpec) -> int:
     """Configurations that the sweep tries."""
     if sweep.strategy == "grid":
         return min(len(grid(sweep)), sweep.trials or 10**9)
-    return sweep.trials or TRIALS
+    return sweep.count
 
 
 def draw(sweep: SweepSpec, number: int, results: Sequence[Result]) -> Values:
