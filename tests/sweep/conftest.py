@@ -24,7 +24,7 @@ RANGES = {
 def loss_of(spec: dict[str, Any]) -> float:
     """Least at lr 0.01 and without weight decay; longer runs are better. Too high a rate diverges."""
     optimizer, steps = spec["optimizer"], spec["budget"]["steps"]
-    if (lr := optimizer.get("lr", 0.01)) in ("auto", None) or lr > 0.05:
+    if (lr := optimizer.get("lr", 0.01)) in ("auto", None) or lr > 0.03:
         return math.nan
     decay = 0.1 * optimizer.get("weight_decay", 0.0)
     return 2 + math.log10(lr / 0.01) ** 2 + decay + 0.001 * (spec["schedule"]["kind"] != "wsd") + 3 / steps
