@@ -76,7 +76,9 @@ def _print_summaries(summaries: list[RunSummary]) -> None:
         step = "-" if run.step is None else f"{run.step:,}{total}"
         numbers = ["-" if value is None else f"{value:.3f}" for value in (run.mean_loss, run.validation_loss)]
         if forecasts:
-            numbers.append("-" if run.forecast is None else "{final:.3f} ({low:.3f} to {high:.3f})".format(**run.forecast))
+            numbers.append(
+                "-" if run.forecast is None else "{final:.3f} ({low:.3f} to {high:.3f})".format(**run.forecast)
+            )
         state = Text(run.state, style=colours.get(run.state, ""))
         # Text, not markup: a reason may contain square brackets. One run is one line: a long reason is cut.
         reason = Text(run.reason, no_wrap=True, overflow="ellipsis")

@@ -17,11 +17,12 @@ from bessemer.statistics import Z_95
 # D: mean of the fits to 25M, 100M and 400M models. C is for rates as AdamW has them, in absolute units.
 DROP_C, DROP_BETA, DROP_GAMMA = 2.07, 0.59, 0.64
 DROP_SHARE, DROP_SPREAD = 0.042, 0.2  # B times the peak rate as a share of the loss; its relative uncertainty
+FLOOR_SHARE, FLOOR_SPREAD = 0.7, 0.2  # L0 as a share of the loss so far
 EXPONENT, EXPONENT_SPREAD = 0.47, 0.12
 EXPONENTS = [0.1 + 0.02 * i for i in range(46)]
 KNOTS = 240  # steps at which the schedule is read
 POINTS = 160  # means over which the curve is fitted
-SKIP = 0.1  # share of the curve that is left out at its beginning, which is no power law
+SKIP = 0.4  # share of the curve that is left out at its beginning, which is no power law
 LEAST_POINTS = 24
 MODEL_ERROR = 0.006  # of the loss: how far the law itself is off, at the end of a run seen to 30 %
 FLAT_RATE = 0.02  # decays below this share of the peak count as this
@@ -106,7 +107,7 @@ def forecast(losses: Iterable[tuple[int, float]], rate: Rate, total: int, warmup
     end = annealing.at(total - 1)
     values = [loss for _, loss in points]
     recent = sum(values[-5:]) / len(values[-5:])
-    fits = [_fit(inputs, values, exponent, noise, DROP_SHARE * recent, end) for exponent in EXPONENTS]
+    fits = [_fit(inputs, values, exponent, noise, recent, end) for exponent in EXPONENTS]
     best = min(fit.cost for fit in fits)
     weights = [math.exp((best - fit.cost) / 2) for fit in fits]
     total_weight = sum(weights)
@@ -147,22 +148,27 @@ class _Fit:
 
 
 def _fit(
-    inputs: Sequence[tuple[float, float]], values: Sequence[float], exponent: float, noise: float, drop: float,
+    inputs: Sequence[tuple[float, float]], values: Sequence[float], exponent: float, noise: float, recent: float,
     end: tuple[float, float],
 ) -> _Fit:  # fmt: skip
-    """Least squares for one exponent, with the prior of B and of the exponent."""
+    """Least squares for one exponent, with priors of L0, B and the exponent."""
     unit = inputs[-1][0]  # so that A is the excess at the last point
     rows = [(1.0, (s / unit) ** -exponent, -d) for s, d in inputs]
     precision = [[sum(a[i] * a[j] for a in rows) / noise for j in range(3)] for i in range(3)]
     right = [sum(a[i] * y for a, y in zip(rows, values, strict=True)) / noise for i in range(3)]
-    prior = (DROP_SPREAD * drop) ** -2
-    precision[2][2] += prior
-    right[2] += prior * drop
+    priors = (
+        (0, FLOOR_SHARE * recent, FLOOR_SPREAD * recent),
+        (2, DROP_SHARE * recent, DROP_SPREAD * DROP_SHARE * recent),
+    )
+    for i, center, width in priors:
+        precision[i][i] += width**-2
+        right[i] += center * width**-2
     covariance = _inverse(precision)
     numbers = [sum(c * r for c, r in zip(row, right, strict=True)) for row in covariance]
     law = [sum(n * a for n, a in zip(numbers, row, strict=True)) for row in rows]
     misfit = sum((y - x) ** 2 for x, y in zip(law, values, strict=True))
-    cost = misfit / noise + prior * (numbers[2] - drop) ** 2 + ((exponent - EXPONENT) / EXPONENT_SPREAD) ** 2
+    cost = misfit / noise + sum(((numbers[i] - center) / width) ** 2 for i, center, width in priors)
+    cost += ((exponent - EXPONENT) / EXPONENT_SPREAD) ** 2
     last = (1.0, (end[0] / unit) ** -exponent, -end[1])
     variance = sum(last[i] * covariance[i][j] * last[j] for i in range(3) for j in range(3))
     return _Fit(

@@ -89,10 +89,14 @@ class RunForecast:
             error = self.forecast.final / self.final - 1
             lines.append(f"ended with    {self.final:.3f}; the forecast is {error:+.2%} off")
         lines.append(f"train longer  {self.longer:.3f} with twice the tokens ({human_count(round(2 * self.tokens))})")
-        lines.append(f"larger model  {self.larger:.3f} with twice the parameters ({human_count(round(2 * self.parameters))})")
+        lines.append(
+            f"larger model  {self.larger:.3f} with twice the parameters ({human_count(round(2 * self.parameters))})"
+        )
         if epochs is not None and 2 * epochs > EPOCHS:
             often = f"twice the tokens would repeat the data {2 * epochs:.1f} times"
-            lines.append(f"more data     {often}, and beyond {EPOCHS} repeated tokens teach little: add documents first")
+            lines.append(
+                f"more data     {often}, and beyond {EPOCHS} repeated tokens teach little: add documents first"
+            )
         lines.append(f"advice        {self.advice}")
         lines.append(f"  Both cost twice the compute. The gain of parameters is by the ratio of {FITTED}.")
         return lines
