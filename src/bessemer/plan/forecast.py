@@ -16,7 +16,7 @@ from bessemer.statistics import Z_95
 
 # D: mean of the fits to 25M, 100M and 400M models. C is for rates as AdamW has them, in absolute units.
 DROP_C, DROP_BETA, DROP_GAMMA = 2.07, 0.59, 0.64
-DROP_SHARE, DROP_SPREAD = 0.042, 0.2  # B times the peak rate as a share of the loss; its relative uncertainty
+DROP_SHARE, DROP_SPREAD = 0.045, 0.3  # B times the peak rate as a share of the loss; its relative uncertainty
 FLOOR_SHARE, FLOOR_SPREAD = 0.7, 0.2  # L0 as a share of the loss so far
 EXPONENT, EXPONENT_SPREAD = 0.47, 0.12
 EXPONENTS = [0.1 + 0.02 * i for i in range(46)]
