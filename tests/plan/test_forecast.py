@@ -36,7 +36,7 @@ def by_the_law(schedule: Schedule, floor: float = 2.5, scale: float = 14.0, drop
         total += rate
         sums.append(total)
     losses = []
-    for step in range(0, STEPS):
+    for step in range(STEPS):
         free = 0.0
         if step == STEPS - 1 or step % 40 == 0:  # the others lie between
             for k, fall in falls[:: max(1, len(falls) // 400)]:
