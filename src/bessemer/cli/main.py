@@ -38,6 +38,7 @@ from bessemer.cli import (
     runs,
     serve,
     spec,
+    sweep,
     train,
     watch,
 )
@@ -64,6 +65,7 @@ app.add_typer(plan.app, name="plan")
 app.command("train", cls=train.TrainCommand)(train.train)
 app.add_typer(launch.app, name="launch")
 app.add_typer(data.app, name="data")
+app.command("sweep")(sweep.sweep)
 app.command("runs")(runs.runs)
 app.command("replay")(runs.replay)
 app.add_typer(checkpoints.app, name="checkpoints")

@@ -46,6 +46,7 @@ from bessemer.spec.quantity import (
 from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.rl import GKD, RL_OBJECTIVES, RlSpec
 from bessemer.spec.schedule import ScheduleSpec
+from bessemer.spec.sweep import SweepSpec
 from bessemer.spec.text_steps import StepSpec
 
 
@@ -321,6 +322,9 @@ class RunSpec(SpecSection):
     observe: ObserveSpec = section(ObserveSpec, "progress output")
     evaluate: EvaluateSpec = section(EvaluateSpec, "validation during the run")
     lints: LintsSpec = section(LintsSpec, "warnings about common mistakes")
+    sweep: SweepSpec | None = setting(
+        None, "what `bessemer sweep` varies", {"parameters": {"optimizer.lr": [1e-4, 3e-4, 1e-3]}}
+    )
 
     @model_validator(mode="before")
     @classmethod
