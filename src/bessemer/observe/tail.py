@@ -37,6 +37,11 @@ class JournalTail:
         """Steps that were read: all before this one."""
         return self.marks[-1][2] if self.marks else 0
 
+    @property
+    def unread(self) -> bool:
+        """Whether anything may have been appended."""
+        return self.path.exists() and self.path.stat().st_size > self.offset
+
     def was_cut(self) -> bool:
         """Whether the journal no longer continues what was read. The position then goes back to where they agree."""
         if not self.marks:

@@ -1,0 +1,61 @@
+"""TensorBoard event files, written without TensorFlow or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bessemer.observe.trackers.tracker import RunInfo, Row, Tracker, require
+
+
+class TensorBoard(Tracker):
+    """A new event file at each start. After a rollback a file begins with SessionLog START, which tells readers to drop
+    the steps from there on."""
+
+    def open(self, info: RunInfo) -> None:
+        module = require("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        self._event = require("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self._summary = require("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        self._tensor = require("tensorboard.compat.proto.tensor_pb2", "tensorboard").TensorProto
+        self._text = require("tensorboard.plugins.text.metadata", "tensorboard")
+        hparams = require("tensorboard.plugins.hparams.summary", "tensorboard")
+        folder = str(info.folder("tensorboard"))
+        self._new_writer = lambda: module.EventFileWriter(folder)
+        self._writer, self._info = self._new_writer(), info
+        if not info.state.get("opened"):
+            numbers = {key: value if isinstance(value, (int, float, bool)) else str(value)
+                       for key, value in info.config.items()}  # fmt: skip
+            session = hparams.session_start_pb(numbers, group_name=info.spec.group or "", start_time_secs=0)
+            self._add(0, 0.0, summary=session)
+            for tag in info.spec.tags:
+                self.text("tag", 0, tag)
+            info.state["opened"] = True
+
+    def _add(self, step: int, time_s: float, **content: Any) -> None:
+        self._writer.add_event(self._event.Event(step=step, wall_time=time_s, **content))
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in row.named.items()]
+            self._add(row.step, row.time, summary=self._summary(value=values))
+
+    def cut(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._new_writer()
+        log = self._event.SessionLog(status=self._event.SessionLog.START)
+        self._add(step, 0.0, session_log=log)
+
+    def text(self, kind: str, step: int, text: str) -> None:
+        content = self._tensor(dtype="DT_STRING", string_val=[text.encode()], tensor_shape={"dim": [{"size": 1}]})
+        metadata = self._text.create_summary_metadata(display_name=kind, description="")
+        value = self._summary.Value(tag=f"{kind}/text_summary", metadata=metadata, tensor=content)
+        self._add(step, 0.0, summary=self._summary(value=[value]))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self, state: str) -> None:
+        self._writer.close()
+
+
+make = TensorBoard
