@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-from bessemer.observe.trackers.tracker import RunInfo, Row, Tracker, require
+from bessemer.observe.trackers.tracker import Row, RunInfo, Tracker
 
 
 class ClearML(Tracker):
     """The same task at every start, online; offline, each start is a session. Points of a step that was trained again
     follow the old ones, with a note."""
 
+    needs = ("clearml", "clearml")
+
     def open(self, info: RunInfo) -> None:
-        module, spec = require("clearml", "clearml"), info.spec
+        module, spec = import_module("clearml"), info.spec
         if spec.offline:
             module.Task.set_offline(True)
         known = None if spec.offline else info.state.get("task")
@@ -51,6 +54,3 @@ class ClearML(Tracker):
         if state == "failed":
             self._task.mark_failed(ignore_errors=True)
         self._task.close()
-
-
-make = ClearML

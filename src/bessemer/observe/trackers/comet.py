@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-from bessemer.observe.trackers.tracker import RunInfo, Row, Tracker, require
+from bessemer.observe.trackers.tracker import Row, RunInfo, Tracker
 
 # Everything that Comet would find out about its process, which is not the training process.
 NOTHING_OF_ITS_OWN = {
@@ -19,8 +20,10 @@ NOTHING_OF_ITS_OWN = {
 class Comet(Tracker):
     """One experiment key at every start. Comet keeps what was logged: rows after a rollback follow with a note."""
 
+    needs = ("comet_ml", "comet-ml")
+
     def open(self, info: RunInfo) -> None:
-        comet, spec = require("comet_ml", "comet-ml"), info.spec
+        comet, spec = import_module("comet_ml"), info.spec
         known = info.state.get("key")
         key = info.state.setdefault("key", uuid.uuid4().hex)
         options = dict(NOTHING_OF_ITS_OWN)
@@ -56,6 +59,3 @@ class Comet(Tracker):
         if state:
             self._experiment.log_other("state", state)
         self._experiment.end()
-
-
-make = Comet

@@ -112,6 +112,7 @@ class Forwarder:
     def _open(self) -> Tracker:
         if self._tracker is None:
             tracker = self._make(self.spec.to)
+            tracker.check(self.spec)
             tracker.open(RunInfo(self.run, self.spec, read_config(self.run), self.state))
             self._tracker = tracker
             self._save()  # the id that the run has there

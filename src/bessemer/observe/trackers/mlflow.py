@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from bessemer.errors import UserError
-from bessemer.observe.trackers.tracker import RunInfo, Row, Tracker, require
+from bessemer.observe.trackers.tracker import Row, RunInfo, Tracker
+from bessemer.spec.observers import TrackerSpec
 
 BATCH = 1000  # metrics in a request
 NOT_A_NAME = re.compile(r"[^\w\-. /:]")
@@ -19,15 +21,20 @@ class MLflow(Tracker):
     """MLflow keeps a metric of the same step, time and value once, so that a batch may be sent again. Values of before a
     rollback stay in the history, with earlier times; `generation` tells them apart."""
 
+    needs = ("mlflow", "mlflow-skinny")
+
+    def check(self, spec: TrackerSpec) -> None:
+        super().check(spec)
+        if not (spec.url or os.environ.get("MLFLOW_TRACKING_URI")):
+            raise UserError("trackers: mlflow has no address: write url: http://HOST:5000, or set MLFLOW_TRACKING_URI")
+
     def open(self, info: RunInfo) -> None:
         # Its own retries block for minutes; the forwarder tries again by itself.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-        mlflow = require("mlflow", "mlflow-skinny")
-        self._metric = require("mlflow.entities", "mlflow-skinny").Metric
-        address = info.spec.url or os.environ.get("MLFLOW_TRACKING_URI")
-        if not address:
-            raise UserError("mlflow: write url: http://HOST:5000, or set MLFLOW_TRACKING_URI")
+        mlflow = import_module("mlflow")
+        self._metric = import_module("mlflow.entities").Metric
+        address = info.spec.url or os.environ["MLFLOW_TRACKING_URI"]
         self._client, self._info = mlflow.MlflowClient(tracking_uri=address), info
         if "run_id" not in info.state:
             self._create(info)
@@ -44,7 +51,7 @@ class MLflow(Tracker):
         if info.spec.group:
             tags["group"] = info.spec.group
         run = same[0] if same else self._client.create_run(number, tags=tags, run_name=info.run.name)
-        entities = require("mlflow.entities", "mlflow-skinny")
+        entities = import_module("mlflow.entities")
         params = [entities.Param(NOT_A_NAME.sub("_", key)[:250], str(value)[:6000])
                   for key, value in info.config.items()]  # fmt: skip
         for i in range(0, len(params), 100):
@@ -74,6 +81,3 @@ class MLflow(Tracker):
     def close(self, state: str) -> None:
         if state:
             self._client.set_terminated(self._id, ENDS.get(state, "FINISHED"))
-
-
-make = MLflow

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
-from bessemer.observe.trackers.tracker import RunInfo, Row, Tracker, require
+from bessemer.observe.trackers.tracker import Row, RunInfo, Tracker
 
 EXPORT_MS = 1 << 40  # never by itself: each batch is exported when it is flushed
 TIMEOUT_MS = 10_000
@@ -14,12 +15,13 @@ TIMEOUT_MS = 10_000
 class OpenTelemetry(Tracker):
     """Gauges `bessemer.train.loss` and so on of a resource with the run's name, group and tags."""
 
+    needs = ("opentelemetry.exporter", "opentelemetry-exporter-otlp-proto-http")
+
     def open(self, info: RunInfo) -> None:
-        package = "opentelemetry-exporter-otlp-proto-http"
-        metrics = require("opentelemetry.sdk.metrics", package)
-        export = require("opentelemetry.sdk.metrics.export", package)
-        otlp = require("opentelemetry.exporter.otlp.proto.http.metric_exporter", package)
-        resource = require("opentelemetry.sdk.resources", package).Resource(
+        metrics = import_module("opentelemetry.sdk.metrics")
+        export = import_module("opentelemetry.sdk.metrics.export")
+        otlp = import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+        resource = import_module("opentelemetry.sdk.resources").Resource(
             {"service.name": "bessemer", "bessemer.run": info.run.name, "bessemer.tags": info.spec.tags}
         )
         exporter = otlp.OTLPMetricExporter(endpoint=info.spec.url, timeout=TIMEOUT_MS // 1000)
@@ -41,6 +43,3 @@ class OpenTelemetry(Tracker):
 
     def close(self, state: str) -> None:
         self._provider.shutdown(TIMEOUT_MS)
-
-
-make = OpenTelemetry

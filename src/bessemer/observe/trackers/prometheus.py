@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
-from bessemer.observe.trackers.tracker import RunInfo, Row, Tracker, require
+from bessemer.observe.trackers.tracker import Row, RunInfo, Tracker
 
 STATES = ("running", "finished", "failed", "stopped", "interrupted")
 
@@ -14,8 +15,10 @@ STATES = ("running", "finished", "failed", "stopped", "interrupted")
 class Prometheus(Tracker):
     """Gauges `bessemer_train_loss{run="..."}` and so on, and `bessemer_state{state="..."}`."""
 
+    needs = ("prometheus_client", "prometheus-client")
+
     def open(self, info: RunInfo) -> None:
-        self._client: Any = require("prometheus_client", "prometheus-client")
+        self._client: Any = import_module("prometheus_client")
         self._registry, self._info = self._client.CollectorRegistry(), info
         self._gauges: dict[str, Any] = {}
         self._server: Any = None
@@ -51,6 +54,3 @@ class Prometheus(Tracker):
         if self._server:
             self._server.shutdown()
             self._server.server_close()
-
-
-make = Prometheus

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
-from bessemer.observe.trackers.tracker import RunInfo, Row, Tracker, require
+from bessemer.observe.trackers.tracker import Row, RunInfo, Tracker
 
 
 class TensorBoard(Tracker):
     """A new event file at each start. After a rollback a file begins with SessionLog START, which tells readers to drop
     the steps from there on."""
 
+    needs = ("tensorboard", "tensorboard")
+
     def open(self, info: RunInfo) -> None:
-        module = require("tensorboard.summary.writer.event_file_writer", "tensorboard")
-        self._event = require("tensorboard.compat.proto.event_pb2", "tensorboard")
-        self._summary = require("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
-        self._tensor = require("tensorboard.compat.proto.tensor_pb2", "tensorboard").TensorProto
-        self._text = require("tensorboard.plugins.text.metadata", "tensorboard")
-        hparams = require("tensorboard.plugins.hparams.summary", "tensorboard")
+        module = import_module("tensorboard.summary.writer.event_file_writer")
+        self._event = import_module("tensorboard.compat.proto.event_pb2")
+        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        self._tensor = import_module("tensorboard.compat.proto.tensor_pb2").TensorProto
+        self._text = import_module("tensorboard.plugins.text.metadata")
+        hparams = import_module("tensorboard.plugins.hparams.summary")
         folder = str(info.folder("tensorboard"))
         self._new_writer = lambda: module.EventFileWriter(folder)
         self._writer, self._info = self._new_writer(), info
@@ -56,6 +59,3 @@ class TensorBoard(Tracker):
 
     def close(self, state: str) -> None:
         self._writer.close()
-
-
-make = TensorBoard

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ from bessemer.spec.load import load_spec
 from bessemer.spec.observers import TrackerSpec
 
 PROJECT = "bessemer"
+# Module and class of each tracker in the spec.
+KINDS = {
+    "tensorboard": ("tensorboard", "TensorBoard"), "wandb": ("wandb", "Wandb"), "mlflow": ("mlflow", "MLflow"),
+    "comet": ("comet", "Comet"), "clearml": ("clearml", "ClearML"), "trackio": ("trackio", "Trackio"),
+    "prometheus": ("prometheus", "Prometheus"), "otel": ("otel", "OpenTelemetry"), "csv": ("tables", "Csv"),
+    "parquet": ("tables", "Parquet"),
+}  # fmt: skip
+MISSING = "trackers: {name} needs the package {package}: pip install {package}, or 'bessemer[trackers]' for all of them"
 MAX_LIST = 64  # numbers of a list that become metrics of their own
 
 
@@ -64,6 +73,14 @@ class Tracker:
     """A destination. Any exception means that what was given has to be given again, after a new `open`; UserError means
     that trying again is of no use. Methods that a destination has no use for do nothing."""
 
+    needs: tuple[str, str] = ("", "")  # module and package of its library
+
+    def check(self, spec: TrackerSpec) -> None:
+        """UserError if it cannot work: a library or a setting is missing. Imports nothing."""
+        module, package = self.needs
+        if module and importlib.util.find_spec(module) is None:
+            raise UserError(MISSING.format(name=spec.to, package=package))
+
     def open(self, info: RunInfo) -> None:
         """Connect, and continue the run of `info.id`."""
 
@@ -89,15 +106,6 @@ class Tracker:
 
     def close(self, state: str) -> None:
         """The run ended in this state: finished, failed, stopped, interrupted; empty if the run goes on."""
-
-
-def require(module: str, package: str, extra: str = "trackers") -> Any:
-    """Import a tracker's library. UserError names what to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = error.name or module
-        raise UserError(f"{package} needs {name}: pip install {package!r} or 'bessemer[{extra}]'") from None
 
 
 def make_row(record: Record, prefix: str, time_s: float) -> Row | None:
@@ -149,6 +157,5 @@ def read_config(run: Run) -> dict[str, Any]:
 
 def make_tracker(name: str) -> Tracker:
     """The tracker of a name in the spec."""
-    module = importlib.import_module(f"bessemer.observe.trackers.{name}")
-    make: Callable[[], Tracker] = module.make
-    return make()
+    module, kind = KINDS[name]
+    return getattr(importlib.import_module(f"bessemer.observe.trackers.{module}"), kind)()

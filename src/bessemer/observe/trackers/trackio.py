@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 
-from bessemer.observe.trackers.tracker import RunInfo, Row, Tracker, require
+from bessemer.observe.trackers.tracker import Row, RunInfo, Tracker
 
 
 class Trackio(Tracker):
     """The run of the same name at every start; rows after a rollback are logged again, with a note."""
 
+    needs = ("trackio", "trackio")
+
     def open(self, info: RunInfo) -> None:
-        trackio = require("trackio", "trackio")
+        trackio = import_module("trackio")
         config = {key: value for key, value in info.config.items() if not key.startswith("_")}
         self._run = trackio.init(
             project=info.project, name=info.id, group=info.spec.group, config={**config, "tags": info.spec.tags},
@@ -30,6 +33,3 @@ class Trackio(Tracker):
 
     def close(self, state: str) -> None:
         self._run.finish()
-
-
-make = Trackio

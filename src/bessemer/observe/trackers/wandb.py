@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-from bessemer.observe.trackers.tracker import RunInfo, Row, Tracker, require
+from bessemer.observe.trackers.tracker import Row, RunInfo, Tracker
 
 
 class Wandb(Tracker):
@@ -13,8 +14,10 @@ class Wandb(Tracker):
     of one id would erase the first. W&B keeps what was logged: rows after a rollback are logged again with a higher
     `generation`."""
 
+    needs = ("wandb", "wandb")
+
     def open(self, info: RunInfo) -> None:
-        wandb, spec = require("wandb", "wandb"), info.spec
+        wandb, spec = import_module("wandb"), info.spec
         identifier, group = info.id, spec.group
         if spec.offline:
             info.state["parts"] = part = info.state.get("parts", 0) + 1
@@ -53,6 +56,3 @@ class Wandb(Tracker):
 
     def close(self, state: str) -> None:
         self._run.finish(exit_code=int(state in ("failed", "interrupted")))
-
-
-make = Wandb

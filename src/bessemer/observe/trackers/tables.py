@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bessemer.observe.trackers.tracker import RunInfo, Row, Tracker
+from bessemer.observe.trackers.tracker import Row, RunInfo, Tracker
 from bessemer.storage import atomic_path
 
 PART_ROWS = 50_000
@@ -83,4 +83,16 @@ class Csv(Tables):
             pyarrow.csv.write_csv(table, str(temporary))
 
 
-make = Csv
+class Parquet(Tables):
+    suffix = "parquet"
+
+    def _read(self, path: Path) -> Any:
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(path).read()
+
+    def _write(self, table: Any, path: Path) -> None:
+        import pyarrow.parquet
+
+        with atomic_path(path, durable=False) as temporary:
+            pyarrow.parquet.write_table(table, temporary)
