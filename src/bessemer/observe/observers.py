@@ -1,4 +1,4 @@
-"""The process that follows a run for its trackers and alerts: started by the session, or by `bessemer watch forward`."""
+"""The process that follows a run for its trackers and alerts: started by the session or by `watch forward`."""
 
 from __future__ import annotations
 

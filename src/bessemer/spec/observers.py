@@ -52,7 +52,9 @@ ALARMS = (
     "likelihood_displacement", "router_collapse", "plan_speed", "plan_memory",
 )  # fmt: skip
 SLOW = ("slowdown", "data_wait", "straggler", "plan_speed")
-USUAL = ["failed", "stopped", "died", "hang", "rollback", "not_recovered", "divergence", "throughput", "finished"]
+USUAL = [
+    "failed", "stopped", "died", "hang", "rollback", "not_recovered", "divergence", "throughput", "finished", "rules",
+]  # fmt: skip
 CONDITION = re.compile(r"\s*([A-Za-z_][\w./:-]*)\s*(<=|>=|<|>)\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 
 

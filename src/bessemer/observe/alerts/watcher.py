@@ -52,7 +52,7 @@ class AlertWatcher:
         self._events = JournalTail(self.run.events_path, marks.get("events"))
         self._incidents = Incidents(saved.get("incidents", {}))
         self._outbox: list[dict[str, Any]] = saved.get("outbox", [])
-        started = [event for event in self.run.events("started")][-1:] if not saved else []
+        started = list(self.run.events("started"))[-1:] if not saved else []
         # What happened before the first start with alerts is not news.
         self._from_time: float = max((to_number(e.get("time")) or 0.0 for e in started), default=0.0)
         self._from_step: float = max((to_number(e.get("step")) or 0.0 for e in started), default=0.0)
@@ -69,7 +69,8 @@ class AlertWatcher:
 
     def forward(self) -> int:
         """Look at what is new, and deliver what waits; the number of messages. ConnectionError if one waits on."""
-        if any([tail.was_cut() for tail in (self._steps, self._validation)]):
+        cuts = [tail.was_cut() for tail in (self._steps, self._validation)]
+        if any(cuts):
             for rule in self._rules:
                 rule.clear()
         self._events.was_cut()

@@ -63,13 +63,14 @@ class Forwarder:
         self.events = JournalTail(self.run.events_path, marks.get("events"))
         self.state: dict[str, Any] = saved.get("state", {})  # of the tracker, such as the run's id
         self.clock: float = saved.get("clock", 0.0)  # time of the next step: steps have durations, events have times
+        self._ended: str = saved.get("ended", "")
         self._cut: int | None = saved.get("cut")  # a rollback that the tracker has not heard of
 
     def _save(self) -> None:
         tails = {"steps": self.steps, "validation": self.validation, "events": self.events}
         content = {
             "marks": {name: tail.marks for name, tail in tails.items()}, "state": self.state, "clock": self.clock,
-            "cut": self._cut,
+            "cut": self._cut, "ended": self._ended,
         }  # fmt: skip
         write_atomic(self.path, json.dumps(content), durable=False)
 
@@ -94,7 +95,7 @@ class Forwarder:
         events = self.events.read()
         if not events and not self.steps.unread and not self.validation.unread and self._cut is None:
             return 0
-        tracker = self._open()
+        tracker, self._ended = self._open(), ""
         if self._cut is not None:
             tracker.cut(self._cut)
             self._cut = None
@@ -165,10 +166,10 @@ class Forwarder:
 
     def finish(self, state: str) -> None:
         """Close the tracker after the last record; `state` is how the run ended."""
-        if self._tracker or self.path.exists():
+        if self._tracker or self._ended != state:
             self._open().close(state)
+            self._tracker, self._ended = None, state
             self._save()
-        self._tracker = None
 
     def release(self) -> None:
         if self._lock:

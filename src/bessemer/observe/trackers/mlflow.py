@@ -18,8 +18,8 @@ ENDS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "interr
 
 
 class MLflow(Tracker):
-    """MLflow keeps a metric of the same step, time and value once, so that a batch may be sent again. Values of before a
-    rollback stay in the history, with earlier times; `generation` tells them apart."""
+    """MLflow keeps a metric of the same step, time and value once, so that a batch may be sent again. Values that a
+    rollback made void stay in the history, with earlier times; `generation` tells them apart."""
 
     needs = ("mlflow", "mlflow-skinny")
 

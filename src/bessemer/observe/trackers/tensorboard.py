@@ -21,17 +21,13 @@ class TensorBoard(Tracker):
         self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         self._tensor = import_module("tensorboard.compat.proto.tensor_pb2").TensorProto
         self._text = import_module("tensorboard.plugins.text.metadata")
-        hparams = import_module("tensorboard.plugins.hparams.summary")
         folder = str(info.folder("tensorboard"))
         self._new_writer = lambda: module.EventFileWriter(folder)
-        self._writer, self._info = self._new_writer(), info
+        self._writer = self._new_writer()
         if not info.state.get("opened"):
-            numbers = {key: value if isinstance(value, (int, float, bool)) else str(value)
-                       for key, value in info.config.items()}  # fmt: skip
-            session = hparams.session_start_pb(numbers, group_name=info.spec.group or "", start_time_secs=0)
-            self._add(0, 0.0, summary=session)
-            for tag in info.spec.tags:
-                self.text("tag", 0, tag)
+            rows = [f"| {key} | {value} |" for key, value in info.config.items()]
+            self.text("config", 0, "\n".join(["| key | value |", "|---|---|", *rows]))
+            self.text("tags", 0, ", ".join(info.spec.tags))
             info.state["opened"] = True
 
     def _add(self, step: int, time_s: float, **content: Any) -> None:

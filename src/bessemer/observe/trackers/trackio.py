@@ -18,7 +18,7 @@ class Trackio(Tracker):
         config = {key: value for key, value in info.config.items() if not key.startswith("_")}
         self._run = trackio.init(
             project=info.project, name=info.id, group=info.spec.group, config={**config, "tags": info.spec.tags},
-            resume="allow", embed=False, auto_log_gpu=False,
+            resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
 
     def rows(self, rows: Sequence[Row]) -> None:

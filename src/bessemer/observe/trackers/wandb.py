@@ -50,6 +50,9 @@ class Wandb(Tracker):
         self._run.log_artifact(artifact)
 
     def checkpoint(self, step: int, folder: Path) -> None:
+        if not folder.exists():  # retention was faster
+            super().checkpoint(step, folder)
+            return
         artifact = self._wandb.Artifact(f"{self._info.id}-checkpoint", type="model", metadata={"step": step})
         artifact.add_reference(folder.resolve().as_uri(), checksum=False)
         self._run.log_artifact(artifact)
