@@ -8,8 +8,7 @@ from typing import Any
 
 from bessemer.observe.trackers.tracker import Row, RunInfo, Tracker
 
-EXPORT_MS = 1 << 40  # never by itself: each batch is exported when it is flushed
-TIMEOUT_MS = 10_000
+TIMEOUT_S = 10
 
 
 class OpenTelemetry(Tracker):
@@ -24,9 +23,9 @@ class OpenTelemetry(Tracker):
         resource = import_module("opentelemetry.sdk.resources").Resource(
             {"service.name": "bessemer", "bessemer.run": info.run.name, "bessemer.tags": info.spec.tags}
         )
-        exporter = otlp.OTLPMetricExporter(endpoint=info.spec.url, timeout=TIMEOUT_MS // 1000)
-        reader = export.PeriodicExportingMetricReader(exporter, export_interval_millis=EXPORT_MS)
-        self._provider = metrics.MeterProvider([reader], resource, shutdown_on_exit=False)
+        self._exporter = otlp.OTLPMetricExporter(endpoint=info.spec.url, timeout=TIMEOUT_S)
+        self._reader, self._taken = export.InMemoryMetricReader(), export.MetricExportResult.SUCCESS
+        self._provider = metrics.MeterProvider([self._reader], resource, shutdown_on_exit=False)
         self._meter, self._gauges = self._provider.get_meter("bessemer"), dict[str, Any]()
 
     def rows(self, rows: Sequence[Row]) -> None:
@@ -38,8 +37,10 @@ class OpenTelemetry(Tracker):
                 self._gauges[key].set(value)
 
     def flush(self) -> None:
-        if not self._provider.force_flush(TIMEOUT_MS):
+        data = self._reader.get_metrics_data()  # None if nothing was set since
+        if data is not None and self._exporter.export(data) is not self._taken:
             raise ConnectionError("the OTLP endpoint did not take the metrics")
 
     def close(self, state: str) -> None:
-        self._provider.shutdown(TIMEOUT_MS)
+        self._provider.shutdown()
+        self._exporter.shutdown()
