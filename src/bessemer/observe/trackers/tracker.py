@@ -26,7 +26,7 @@ KINDS = {
     "prometheus": ("prometheus", "Prometheus"), "otel": ("otel", "OpenTelemetry"), "csv": ("tables", "Csv"),
     "parquet": ("tables", "Parquet"),
 }  # fmt: skip
-MISSING = "trackers: {name} needs the package {package}: pip install {package}, or 'bessemer[trackers]' for all of them"
+MISSING = "trackers: {name} needs the package {package}: pip install {package}"
 MAX_LIST = 64  # numbers of a list that become metrics of their own
 
 
