@@ -58,6 +58,30 @@ def export(
     print(f"{path}  {size / 1e6:.1f} MB")
 
 
+@app.command()
+def forward(
+    run: Path = RUN,
+    to: list[str] = typer.Option([], "--to", help="A tracker, such as wandb, or alerts (default: the spec's)."),
+    patience: float = typer.Option(600.0, "--patience", min=0, help="Seconds to try after the end of the run."),
+) -> None:
+    """Send a run's records to trackers, and its alerts, from where the last delivery ended until the run has ended.
+
+    Training starts this by itself for the trackers and alerts in the spec. By hand it sends what is left, or a run to
+    a tracker that its spec does not name; settings then come from the tracker's own environment variables.
+
+    Example: bessemer watch forward runs/demo --to tensorboard
+    """
+    from bessemer.observe.observers import follow_run, observers_of
+    from bessemer.run.directory import Run
+
+    watched = Run.existing(run)
+    results = follow_run(watched, observers_of(watched, to), lambda line: print(line, flush=True), patience)
+    for name, result in results.items():
+        print(result.error or f"{name}: {result.sent:,} {'messages' if name == 'alerts' else 'rows'} delivered")
+    if any(result.error for result in results.values()):
+        raise typer.Exit(1)
+
+
 def report(
     run: Path = RUN,
     out: Path | None = typer.Option(None, "--out", help="The file to write: .html or .md (default: NAME-report.html)."),
