@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from bessemer.cli.console import CommandGroup
+from bessemer.cli.console import AS_JSON, CommandGroup, print_json
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,3 +62,34 @@ def mcp(
         serve_http(assistant, host, port, token)
     else:
         serve_stdio(assistant)
+
+
+@app.command()
+def install(
+    assistants: list[str] = typer.Option(
+        ..., "--for", help="claude, cursor, codex, cline, opencode, openclaw, kimi or gemini. Repeatable."
+    ),
+    folder: Path = typer.Option(Path("."), "--folder", help="The project to set up."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Only print what would be written."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Write the skill or rules and the MCP server's entry of coding assistants. Their other settings stay as they are.
+
+    The server only reads; add `--allow write`, `run` or `ask` to its arguments to allow more. The same command again
+    replaces the files of earlier versions.
+
+    Example: bessemer assist install --for claude --for codex --dry-run
+    """
+    from bessemer.assist.install import plan_install, write_changes
+
+    if not folder.is_dir():
+        raise UserError(f"--folder {folder}: no such folder")
+    changes = plan_install(assistants, folder, Path.home(), all_verbs())
+    if not dry_run:
+        write_changes(changes)
+    if as_json:
+        print_json({"dry_run": dry_run, "files": [change.to_json() for change in changes]})
+        return
+    for change in changes:
+        would = "would be " if dry_run and change.action in ("written", "updated") else ""
+        print(f"{would}{change.action}  {change.path}")
