@@ -189,7 +189,7 @@ def test_a_run_end_to_end(project: Path, kind: str) -> None:
             started = await client.call_tool("train", {"spec": "tiny.yaml", "wait_s": 0.2}, progress_callback=progress)
             job = started.structured_content["job"]
             assert started.structured_content["state"] == "running"
-            refused = await client.call_tool("train", {"spec": "tiny.yaml", "set": ["runs=/tmp"]})
+            refused = await client.call_tool("train", {"spec": "tiny.yaml", "set": ["runs=/elsewhere"]})
             assert refused.is_error and "is outside" in text_of(refused)
             listed = (await client.call_tool("jobs", {})).structured_content["result"]
             assert [each["job"] for each in listed] == [job]

@@ -97,9 +97,9 @@ def check_paths(arguments: Mapping[str, Any], root: Path) -> None:
         for text in _texts(value) if name not in _FREE_TEXT else ():
             if "://" in text:
                 raise UserError(f"{name}: {text}: URLs are not opened for assistants: name a file below {root}")
-            if _inside(text, root):
-                continue
-            for token in _SEPARATORS.split(text):
+            if text.startswith("/") and _inside(text, root):
+                continue  # its name may have separators
+            for token in (text, *_SEPARATORS.split(text)):
                 if token and not _inside(token, root):
                     raise UserError(f"{name}: {text}: is outside {root}; start the server with another --root")
 
