@@ -192,7 +192,7 @@ def test_a_run_end_to_end(project: Path, kind: str) -> None:
             refused = await client.call_tool("train", {"spec": "tiny.yaml", "set": ["runs=/elsewhere"]})
             assert refused.is_error and "is outside" in text_of(refused)
             listed = (await client.call_tool("jobs", {})).structured_content["result"]
-            assert [each["job"] for each in listed] == [job]
+            assert job in [each["job"] for each in listed]
             trained = await client.call_tool("job", {"job": job, "wait_s": 300}, progress_callback=progress)
             assert trained.structured_content["state"] == "finished", text_of(trained)
             assert any("step" in line or "plan" in line for line in lines), lines

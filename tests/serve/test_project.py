@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from bessemer.cli.main import app
 from bessemer.errors import UserError
-from bessemer.serve.project import KINDS, new_project
+from bessemer.starters.project import SERVED, new_project
 
 PG = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SERVED)
 def test_files_and_placeholders(kind, tmp_path):
     result = CliRunner().invoke(app, ["new", kind, str(tmp_path / "my-shop")])
     assert result.exit_code == 0, result.output
