@@ -40,7 +40,7 @@ def test_files_and_placeholders(kind, tmp_path):
 def test_mistakes(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    for kind, name, message in (("site", "x", "endpoint or web-form"), ("endpoint", "My Shop", "lower-case"),
+    for kind, name, message in (("site", "x", "cluster, endpoint or web-form"), ("endpoint", "My Shop", "lower-case"),
                                 ("endpoint", "taken", "exists already")):  # fmt: skip
         with pytest.raises(UserError, match=message):
             new_project(kind, tmp_path / name)
