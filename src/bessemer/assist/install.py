@@ -17,7 +17,7 @@ from typing import Any
 
 from bessemer import __version__
 from bessemer.assist.access import TOOLS
-from bessemer.assist.pages import Pages
+from bessemer.assist.pages import DocsPages
 from bessemer.assist.verbs import Verb
 from bessemer.errors import UserError
 from bessemer.storage import write_atomic
@@ -33,7 +33,7 @@ Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Target:
+class AssistantFiles:
     """Where an assistant looks. A path that starts with ~ is of the user, others are of the project. `keys` lead to the
     servers in the settings; `list_command` is for settings that have one list for command and arguments."""
 
@@ -46,14 +46,14 @@ class Target:
 
 SHARED_SKILL = f".agents/skills/{NAME}"
 TARGETS = {
-    "claude": Target(".mcp.json", f".claude/skills/{NAME}"),
-    "cursor": Target(".cursor/mcp.json", SHARED_SKILL, f".cursor/rules/{NAME}.mdc"),
-    "codex": Target(".codex/config.toml", SHARED_SKILL, keys=("mcp_servers",)),
-    "cline": Target("~/.cline/data/settings/cline_mcp_settings.json", rules=f".clinerules/{NAME}.md"),
-    "opencode": Target("opencode.json", f".opencode/skills/{NAME}", keys=("mcp", "servers"), list_command=True),
-    "openclaw": Target("~/.openclaw/openclaw.json", f"~/.openclaw/skills/{NAME}", keys=("mcp", "servers")),
-    "kimi": Target(".kimi-code/mcp.json", SHARED_SKILL),
-    "gemini": Target(".gemini/settings.json", SHARED_SKILL),
+    "claude": AssistantFiles(".mcp.json", f".claude/skills/{NAME}"),
+    "cursor": AssistantFiles(".cursor/mcp.json", SHARED_SKILL, f".cursor/rules/{NAME}.mdc"),
+    "codex": AssistantFiles(".codex/config.toml", SHARED_SKILL, keys=("mcp_servers",)),
+    "cline": AssistantFiles("~/.cline/data/settings/cline_mcp_settings.json", rules=f".clinerules/{NAME}.md"),
+    "opencode": AssistantFiles("opencode.json", f".opencode/skills/{NAME}", keys=("mcp", "servers"), list_command=True),
+    "openclaw": AssistantFiles("~/.openclaw/openclaw.json", f"~/.openclaw/skills/{NAME}", keys=("mcp", "servers")),
+    "kimi": AssistantFiles(".kimi-code/mcp.json", SHARED_SKILL),
+    "gemini": AssistantFiles(".gemini/settings.json", SHARED_SKILL),
 }
 
 
@@ -94,11 +94,11 @@ def _place(path: str, folder: Path, home: Path) -> Path:
     return home / path[2:] if path.startswith("~/") else folder / path
 
 
-def _documents(target: Target, folder: Path, home: Path, verbs: Sequence[Verb]) -> dict[Path, str]:
+def _documents(target: AssistantFiles, folder: Path, home: Path, verbs: Sequence[Verb]) -> dict[Path, str]:
     """The files of ours."""
     documents: dict[Path, str] = {}
     if target.skill:
-        place, pages = _place(target.skill, folder, home), Pages(verbs)
+        place, pages = _place(target.skill, folder, home), DocsPages(verbs)
         names = [name for name in PAGES if name in pages.titles()]
         documents[place / "SKILL.md"] = _with_head(
             {"name": NAME, "description": DESCRIPTION}, _skill(verbs, pages, names)
@@ -122,7 +122,7 @@ def _with_head(head: Settings, body: str) -> str:
     return f"---\n{lines}---\n\n{_mark()}\n{body}"
 
 
-def _skill(verbs: Sequence[Verb], pages: Pages | None, names: Sequence[str]) -> str:
+def _skill(verbs: Sequence[Verb], pages: DocsPages | None, names: Sequence[str]) -> str:
     """The text of the skill; without pages it stands alone, as rules do."""
     template = resources.files("bessemer.assist").joinpath("skill.md").read_text(encoding="utf-8")
     rows = [
@@ -166,7 +166,7 @@ def _read(path: Path, parse: Callable[[str], Settings], kind: str) -> Settings:
     return settings
 
 
-def _json_settings(path: Path, target: Target, root: Path) -> FileChange:
+def _json_settings(path: Path, target: AssistantFiles, root: Path) -> FileChange:
     settings, (program, arguments) = _read(path, json.loads, "JSON"), _command(root)
     keys, entry = target.keys, Settings(command=program, args=arguments)
     if target.list_command:
@@ -194,7 +194,7 @@ def _is_first_version(servers: Any) -> bool:
     )
 
 
-def _toml_settings(path: Path, target: Target, root: Path) -> FileChange:
+def _toml_settings(path: Path, target: AssistantFiles, root: Path) -> FileChange:
     """A table is appended; the rest of the file stays as it is, with its comments."""
     settings, (program, arguments) = _read(path, tomllib.loads, "TOML"), _command(root)
     entry = {"command": program, "args": arguments}

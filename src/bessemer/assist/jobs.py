@@ -35,7 +35,7 @@ Report = Callable[[float, float | None, str], Awaitable[None]]
 
 
 @dataclass
-class Job:
+class VerbJob:
     """A verb in a process. Its output goes to files, because pipes would fill while nobody reads."""
 
     id: str
@@ -67,7 +67,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Answer:
+class VerbAnswer:
     """What a finished verb printed. `value` is None if it printed no JSON; `text` is the JSON as it was printed."""
 
     code: int
@@ -76,16 +76,16 @@ class Answer:
     error: str
 
 
-class Jobs:
+class VerbJobs:
     """The processes of one server."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, VerbJob] = {}
         self._numbers = itertools.count(1)
         self._folder = tempfile.TemporaryDirectory(prefix="bessemer-mcp-")
 
-    def start(self, verb: str, level: Level, words: list[str]) -> Job:
+    def start(self, verb: str, level: Level, words: list[str]) -> VerbJob:
         running = sum(job.state == "running" for job in self.jobs.values())
         if running >= MOST_JOBS:
             raise UserError(f"{running} jobs are running already: wait for one or cancel one")
@@ -102,15 +102,15 @@ class Jobs:
                 command, cwd=self.root, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                 start_new_session=True,
             )  # fmt: skip
-        self.jobs[job_id] = Job(job_id, verb, level, command, process, folder, time.time())
+        self.jobs[job_id] = VerbJob(job_id, verb, level, command, process, folder, time.time())
         return self.jobs[job_id]
 
-    def get(self, job_id: str) -> Job:
+    def get(self, job_id: str) -> VerbJob:
         if job_id not in self.jobs:
             raise UserError(f"{job_id}: no such job; there are {', '.join(self.jobs) or 'none'}")
         return self.jobs[job_id]
 
-    async def wait(self, job: Job, seconds: float, report: Report) -> Answer | None:
+    async def wait(self, job: VerbJob, seconds: float, report: Report) -> VerbAnswer | None:
         """The answer, or None if the verb still runs after these seconds."""
         import anyio
 
@@ -124,7 +124,7 @@ class Jobs:
                 await report(*_progress(line, time.time() - job.began_s), line)
         return read_answer(job)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: VerbJob) -> None:
         """Ask the process to end: training saves first."""
         with suppress(ProcessLookupError):
             os.killpg(job.process.pid, signal.SIGTERM)
@@ -153,17 +153,17 @@ def _progress(line: str, seconds: float) -> tuple[float, float | None]:
     return round(seconds, 1), None
 
 
-def read_answer(job: Job) -> Answer:
+def read_answer(job: VerbJob) -> VerbAnswer:
     """What a finished verb printed, without secrets."""
     code, text = job.process.wait(), redact(job.output("stdout").strip())
     error = redact(job.output("stderr").strip())[-4000:]
     if len(text) > LONGEST_ANSWER:
-        return Answer(code, "", None, f"the answer has {len(text):,} characters: ask for less of it")
+        return VerbAnswer(code, "", None, f"the answer has {len(text):,} characters: ask for less of it")
     try:
-        return Answer(code, text, json.loads(text), error)
+        return VerbAnswer(code, text, json.loads(text), error)
     except ValueError:
         pass
     try:  # one JSON object a line
-        return Answer(code, text, [json.loads(line) for line in text.splitlines()] or None, error)
+        return VerbAnswer(code, text, [json.loads(line) for line in text.splitlines()] or None, error)
     except ValueError:
-        return Answer(code, text, None, error or text[-4000:])
+        return VerbAnswer(code, text, None, error or text[-4000:])

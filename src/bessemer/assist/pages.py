@@ -12,8 +12,8 @@ INSTALLED = Path(__file__).parent / "docs"  # where a wheel has the pages
 REPOSITORY = Path(__file__).parents[3] / "docs"
 
 
-class Pages:
-    """Pages by name. `verbs` and `configuration` are generated, so that they fit this version."""
+class DocsPages:
+    """DocsPages by name. `verbs` and `configuration` are generated, so that they fit this version."""
 
     def __init__(self, verbs: Sequence[Verb]) -> None:
         self.verbs = verbs

@@ -18,8 +18,8 @@ from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from bessemer import __version__
 from bessemer.assist.access import TOOLS, Level, Permission, check_paths, needed_level, refusal
-from bessemer.assist.jobs import Answer, Job, Jobs
-from bessemer.assist.pages import Pages
+from bessemer.assist.jobs import VerbAnswer, VerbJob, VerbJobs
+from bessemer.assist.pages import DocsPages
 from bessemer.assist.verbs import Verb
 from bessemer.errors import UserError
 from bessemer.run.directory import list_runs
@@ -46,8 +46,8 @@ class Assistant:
     def __init__(self, verbs: Sequence[Verb], root: Path, permission: Permission) -> None:
         self.root, self.permission = root.resolve(), permission
         self.verbs = {verb.tool_name: verb for verb in verbs if verb.path in TOOLS and verb.answers_json}
-        self.jobs = Jobs(self.root)
-        self.pages = Pages(verbs)
+        self.jobs = VerbJobs(self.root)
+        self.pages = DocsPages(verbs)
         self.close = self.jobs.close
 
     def server(self) -> Server[Any]:
@@ -104,7 +104,7 @@ class Assistant:
             return asked
         return await self._answer(context, self.jobs.start(verb.path, level, words), wait_s)
 
-    async def _answer(self, context: Context, job: Job, wait_s: float) -> types.CallToolResult:
+    async def _answer(self, context: Context, job: VerbJob, wait_s: float) -> types.CallToolResult:
         answer = await self.jobs.wait(job, wait_s, context.session.report_progress)
         if answer is None:
             return _success(job.to_json() | {"next": f"call the tool job with job={job.id}"})
@@ -215,7 +215,7 @@ def _failure(message: str) -> types.CallToolResult:
     return types.CallToolResult(content=[types.TextContent(text=message)], is_error=True)
 
 
-def _finished(answer: Answer) -> types.CallToolResult:
+def _finished(answer: VerbAnswer) -> types.CallToolResult:
     """The verb's JSON as it printed it. An exit code of 1 with an answer is a result, such as problems in the data."""
     if answer.value is None:
         return _failure(answer.error or f"exit code {answer.code} without an answer")
