@@ -36,7 +36,7 @@ class Parameter:
         value: dict[str, Any] = {"type": self.kind}
         value |= {} if self.minimum is None else {"minimum": self.minimum}
         value |= {} if self.maximum is None else {"maximum": self.maximum}
-        schema = {"type": "array", "items": value} if self.many else value
+        schema: dict[str, Any] = {"type": "array", "items": value} if self.many else value
         if isinstance(self.default, (bool, int, float, str)) and self.default != "":
             schema["default"] = self.default
         return schema | ({"description": self.help} if self.help else {})
