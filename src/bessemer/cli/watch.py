@@ -44,6 +44,7 @@ def export(
     run: Path = RUN,
     out: Path = typer.Option(None, "--out", help="The file to write (default: NAME.html)."),
     compare: list[Path] = typer.Option([], "--with", help="A run to draw over it. Repeatable."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Write a run's page as one HTML file that needs no server: curves, events, reports, plan, spec.
 
@@ -55,7 +56,10 @@ def export(
         raise UserError(f"watch needs {error.name}: pip install 'bessemer[watch]'") from None
     path = out or Path(f"{run.resolve().name}.html")
     size = export_run([run, *compare], path)
-    print(f"{path}  {size / 1e6:.1f} MB")
+    if as_json:
+        print_json({"file": str(path), "bytes": size})
+    else:
+        print(f"{path}  {size / 1e6:.1f} MB")
 
 
 @app.command()
