@@ -26,9 +26,10 @@ def diagnose(
 ) -> None:
     """Find what is wrong with a run, whoever trained it: findings with evidence, ranked causes, checks and fixes.
 
-    Reads run folders of Bessemer; metrics of Hugging Face, Lightning, CSV, JSON lines and plain logs; tracebacks, CUDA
-    out of memory, NCCL errors, flight-recorder dumps (JSON), kernel logs, nvidia-smi output, torch.profiler traces.
-    Files given together belong together: a log and its configuration, the dumps of all ranks.
+    Reads run folders of Bessemer; metrics of Hugging Face, Lightning, TensorBoard, W&B, MLflow, CSV, JSON lines and
+    plain logs; tracebacks, CUDA out of memory, NCCL errors, flight-recorder dumps (JSON), kernel logs, nvidia-smi
+    output, torch.profiler traces. Files given together belong together: a log and its configuration, the dumps of
+    all ranks.
 
     Example: bessemer diagnose runs/demo
     Example: bessemer diagnose train.log config.yaml
