@@ -111,7 +111,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     errors = [abs(row["error"]) for row in rows]
     return {
         "curves": len(rows), "mean_error": round(statistics.fmean(errors), 5), "worst_error": max(errors),
-        "within_2_percent": sum(error <= AIM for error in errors), "inside_interval": sum(row["inside"] for row in rows),
+        "within_2_percent": sum(error <= AIM for error in errors),
+        "inside_interval": sum(row["inside"] for row in rows),
     }  # fmt: skip
 
 

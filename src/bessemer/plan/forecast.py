@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bessemer.statistics import Z_95
 
@@ -134,7 +135,7 @@ def _means(pairs: Sequence[tuple[int, float]]) -> tuple[list[tuple[float, float]
         key = int(POINTS * math.log((step + 1) / first) / max(1e-9, math.log(last / first)))
         groups.setdefault(min(key, POINTS - 1), []).append((step, loss))
     points = [(sum(s for s, _ in g) / len(g), sum(x for _, x in g) / len(g)) for g in groups.values()]
-    differences = [(b[1] - a[1]) ** 2 / 2 for a, b in zip(pairs, pairs[1:], strict=False)]
+    differences = [(b[1] - a[1]) ** 2 / 2 for a, b in pairwise(pairs)]
     noise = sorted(differences)[len(differences) // 2] / 0.4549  # the median of chi-squared
     return points, max(noise, 1e-8)
 
