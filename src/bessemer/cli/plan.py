@@ -214,6 +214,7 @@ def job(
     volume: str | None = typer.Option(None, "--volume", help="A volume claim, a Modal volume or a bucket."),
     install: str | None = typer.Option(None, "--install", help="sky and modal: what pip installs."),
     hosts: str | None = typer.Option(None, "--hosts", help="ssh: HOST[,HOST...]."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Write the files that start a spec on a cluster, for as many nodes as its plan uses. Submits nothing.
 
@@ -224,7 +225,11 @@ def job(
     proposal = _propose(_request(spec, None, None, []), gpus, None)
     price = proposal.costs[0].price if proposal.costs else None
     options = {"image": image, "volume": volume, "install": install, "hosts": hosts}
-    write_planned(planned_request(spec, spec.read_text(), on, proposal.goal.cluster, price, options), print)
+    request = planned_request(spec, spec.read_text(), on, proposal.goal.cluster, price, options)
+    files, command = write_planned(request)
+    _print(
+        {"files": files, "start": command}, [*(f"written  {file}" for file in files), f"start    {command}"], as_json
+    )
 
 
 @app.command()

@@ -15,6 +15,7 @@ from bessemer.data.chat_checks import Mistake
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import RankError, UserError
 from bessemer.guard.watchdog import Watchdog
+from bessemer.observe.observers import ObserverProcess
 from bessemer.observe.view import RunView
 from bessemer.parallel.world import World, exit_silently, join_process_group
 from bessemer.plan.decision import Plan
@@ -91,7 +92,8 @@ class Session:
             if self.world.main:
                 check_processes(self.spec, self.source.shape if self.source else None, self.world.size)
             run = open_run(run_folder(self.spec)) if self.world.main else RunReader(run_folder(self.spec))
-        with run:
+        self.observers = ObserverProcess(self.spec, self.world.main, self.view.say)
+        with self.observers, run:
             try:
                 with self.view.following(run):
                     return self._train_and_record_end(run)
@@ -139,6 +141,7 @@ class Session:
         restored = restore(job, self.spec, previous, self.source, resolved.others)
         exclude_documents(job)
         record_start(job, self.spec, resolved, machine, previous, restored, self.view.log)
+        self.observers.start(run.folder)
         attach_tasks(job, self.spec, data.tokenizer, run.folder)
         report_other_exclusions(self.spec, job)
         attach_snapshots(job, peak_bytes)

@@ -25,6 +25,7 @@ from bessemer.spec.data import STEPS, DataSpec, TokenizerSpec
 from bessemer.spec.distill import DistillSpec
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.model import DropoutSpec, LossSpec, ModelSpec, ObjectiveSpec, OtherModelSpec
+from bessemer.spec.observers import AlertsSpec, TrackerSpec
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.preference import DpoSpec, KtoSpec
 from bessemer.spec.quantity import (
@@ -320,6 +321,10 @@ class RunSpec(SpecSection):
     guard: GuardSpec = section(GuardSpec, "checks of every step")
     checkpoint: CheckpointSpec = section(CheckpointSpec, "saving and retention")
     observe: ObserveSpec = section(ObserveSpec, "progress output")
+    trackers: list[TrackerSpec] = setting(
+        [], "where metrics, samples and reports are forwarded", ["tensorboard", {"wandb": {"project": "llm"}}]
+    )
+    alerts: AlertsSpec | None = setting(None, "messages about events and metrics", {"routes": [{"to": "SLACK_URL"}]})
     evaluate: EvaluateSpec = section(EvaluateSpec, "validation during the run")
     lints: LintsSpec = section(LintsSpec, "warnings about common mistakes")
     sweep: SweepSpec | None = setting(
