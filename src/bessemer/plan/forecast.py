@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bessemer.statistics import Z_95
-
 # D: mean of the fits to 25M, 100M and 400M models. C is for rates as AdamW has them, in absolute units.
 DROP_C, DROP_BETA, DROP_GAMMA = 2.07, 0.59, 0.64
 DROP_SHARE, DROP_SPREAD = 0.045, 0.3  # B times the peak rate as a share of the loss; its relative uncertainty
@@ -25,6 +23,7 @@ KNOTS = 240  # steps at which the schedule is read
 POINTS = 160  # means over which the curve is fitted
 SKIP = 0.4  # share of the curve that is left out at its beginning, which is no power law
 LEAST_POINTS = 24
+Z_95 = 1.96  # standard deviations on either side of a 95 % interval
 MODEL_ERROR = 0.006  # of the loss: how far the law itself is off, at the end of a run seen to 30 %
 FLAT_RATE = 0.02  # decays below this share of the peak count as this
 
