@@ -1,9 +1,9 @@
 """How near a forecast at 30 % of a run comes to its final loss, on tiny runs that nothing was fitted to.
 
-Ten runs of two schedules (cosine to 10 %, WSD with a decay of 20 %) train models of 15K to 50K parameters on Python
+Ten runs of two schedules (cosine to 10 %, WSD with a decay of 20 %) train models of 13K to 37K parameters on Python
 source, with other widths, learning rates, lengths and batches. Each is cut at 30 % of its steps and forecast from there
-with its schedule; the error is that of the mean loss of the last 32 steps. The prior of the annealing term was chosen
-on the runs of `--tune`, which are others.
+with its schedule; the error is that of the mean loss of the last 32 steps. The priors were chosen on the runs of
+`--tune`, which are others, and on the curves of `--published`, whose constants are taken from the two other sizes.
 
     python benchmarks/forecast.py --write benchmarks/results/DATE-forecast.json
 """
