@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.session.conftest import spec_data, write_corpus
 
 from bessemer.run.directory import Run
 from bessemer.sweep.record import Trials
-from tests.session.conftest import spec_data, write_corpus
 
 
 def command(spec: Path) -> list[str]:
