@@ -1,9 +1,9 @@
 """How near a forecast at 30 % of a run comes to its final loss, on tiny runs that nothing was fitted to.
 
-Ten runs of two schedules (cosine to 10 %, WSD with a decay of 20 %) train models of 15K to 50K parameters on Python
+Ten runs of two schedules (cosine to 10 %, WSD with a decay of 20 %) train models of 13K to 37K parameters on Python
 source, with other widths, learning rates, lengths and batches. Each is cut at 30 % of its steps and forecast from there
-with its schedule; the error is that of the mean loss of the last 32 steps. The prior of the annealing term was chosen
-on the runs of `--tune`, which are others.
+with its schedule; the error is that of the mean loss of the last 32 steps. The priors were chosen on the runs of
+`--tune`, which are others, and on the curves of `--published`, whose constants are taken from the two other sizes.
 
     python benchmarks/forecast.py --write benchmarks/results/DATE-forecast.json
 """
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,26 +78,27 @@ def judge(run_folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# The fits of the authors to each size: C, beta, gamma, and B as a share of the loss at the peak rate of 3e-4.
+PUBLISHED = {
+    "25": (2.066, 0.583, 0.641, 0.0331), "100": (2.132, 0.598, 0.655, 0.0445), "400": (2.025, 0.594, 0.635, 0.0577),
+}  # fmt: skip
+
+
 def judge_published(folder: Path) -> list[dict[str, Any]]:
     """The same for csv files of step, lr and loss (github.com/thu-yao-01-luo/MultiPowerLaw, loss_curve_repo): models of
-    25M to 400M whose warm-up of 2,160 steps is not in them. Three numbers of the prior were fitted to these curves by
-    their authors, to whole curves."""
-    from bessemer.plan.forecast import forecast
+    25M to 400M whose warm-up of 2,160 steps is not in them. The constants of the law are those of the two other sizes.
+    """
+    from bessemer.plan import forecast as law
 
     results = []
     for path in sorted(folder.rglob("*.csv")):
+        others = [fit for size, fit in PUBLISHED.items() if f"csv_{size}/" not in path.as_posix()]
+        assert len(others) == 2, f"{path} is in no folder csv_25, csv_100 or csv_400"
+        means = [statistics.fmean(values) for values in zip(*others, strict=True)]
+        law.DROP_C, law.DROP_BETA, law.DROP_GAMMA, law.DROP_SHARE = means
         rows = [tuple(map(float, line.split(","))) for line in path.read_text().splitlines()[1:]]
-        steps, total, warmup = [int(row[0]) for row in rows], int(rows[-1][0]) + 1, 2160
-        rates = [row[1] for row in rows]
-
-        def rate(step: int, steps: list[int] = steps, rates: list[float] = rates) -> float:
-            if step < steps[0]:
-                return rates[0] * min(1.0, (step + 1) / 2160)
-            i = min(bisect.bisect_right(steps, step) - 1, len(steps) - 2)
-            share = (step - steps[i]) / (steps[i + 1] - steps[i])
-            return rates[i] + share * (rates[i + 1] - rates[i])
-
-        now = forecast([(int(r[0]), r[2]) for r in rows if r[0] < SEEN * total], rate, total, warmup)
+        total = int(rows[-1][0]) + 1
+        now = law.forecast([(int(r[0]), r[2]) for r in rows if r[0] < SEEN * total], read_rate(rows), total, 2160)
         if now is None:
             continue  # too few points before 30 %
         final = statistics.fmean(row[2] for row in rows[-3:])
@@ -107,11 +109,26 @@ def judge_published(folder: Path) -> list[dict[str, Any]]:
     return results
 
 
+def read_rate(rows: list[tuple[float, ...]]) -> Callable[[int], float]:
+    """The learning rate of any step, between those of a file."""
+    steps, rates = [int(row[0]) for row in rows], [row[1] for row in rows]
+
+    def rate(step: int) -> float:
+        if step < steps[0]:
+            return rates[0] * min(1.0, (step + 1) / 2160)
+        i = min(bisect.bisect_right(steps, step) - 1, len(steps) - 2)
+        share = (step - steps[i]) / (steps[i + 1] - steps[i])
+        return rates[i] + share * (rates[i + 1] - rates[i])
+
+    return rate
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     errors = [abs(row["error"]) for row in rows]
     return {
         "curves": len(rows), "mean_error": round(statistics.fmean(errors), 5), "worst_error": max(errors),
-        "within_2_percent": sum(error <= AIM for error in errors), "inside_interval": sum(row["inside"] for row in rows),
+        "within_2_percent": sum(error <= AIM for error in errors),
+        "inside_interval": sum(row["inside"] for row in rows),
     }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("adaptive", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_optimizer_that_combines_adamw_with_sam(make_spec: Make, adaptive: bool) -> None:
     """Two keys. It trains, and a run that is continued goes on bit for bit."""
     sam = {"name": "adamw", "sam": 0.5 if adaptive else 0.05, "sam_adaptive": adaptive}

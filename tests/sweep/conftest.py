@@ -56,7 +56,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     def make(name: str = "tuned", ranges: dict[str, Any] | None = None, **sweep: Any) -> Sweep:
         data = {
             "name": name, "model": {"width": 32, "layers": 2, "heads": 2},
-            "data": {"sources": {"words": "words.jsonl"}}, "budget": {"steps": 90}, "sweep": {"parameters": ranges or RANGES, **sweep},
+            "data": {"sources": {"words": "words.jsonl"}}, "budget": {"steps": 90},
+            "sweep": {"parameters": ranges or RANGES, **sweep},
         }  # fmt: skip
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(data))

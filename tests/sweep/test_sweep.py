@@ -34,6 +34,7 @@ def told(trials: Trials) -> list[Any]:
     return [(t.name, t.values, t.state, t.value) for t in trials.trials]
 
 
+@pytest.mark.slow
 def test_tpe_comes_nearer_to_the_best_rate_than_chance() -> None:
     """The mean distance from the best rate, in decades, over the second half of 30 trials and two seeds."""
     pytest.importorskip("optuna")

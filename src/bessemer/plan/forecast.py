@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-from bessemer.statistics import Z_95
+from itertools import pairwise
 
 # D: mean of the fits to 25M, 100M and 400M models. C is for rates as AdamW has them, in absolute units.
 DROP_C, DROP_BETA, DROP_GAMMA = 2.07, 0.59, 0.64
@@ -24,6 +23,7 @@ KNOTS = 240  # steps at which the schedule is read
 POINTS = 160  # means over which the curve is fitted
 SKIP = 0.4  # share of the curve that is left out at its beginning, which is no power law
 LEAST_POINTS = 24
+Z_95 = 1.96  # standard deviations on either side of a 95 % interval
 MODEL_ERROR = 0.006  # of the loss: how far the law itself is off, at the end of a run seen to 30 %
 FLAT_RATE = 0.02  # decays below this share of the peak count as this
 
@@ -97,33 +97,61 @@ class Annealing:
 def forecast(losses: Iterable[tuple[int, float]], rate: Rate, total: int, warmup: int = 0) -> Forecast | None:
     """The forecast from (step, loss) pairs of accepted steps; None if they are too few."""
     pairs = [(step, loss) for step, loss in losses if math.isfinite(loss)]
-    begin = max(warmup, int(SKIP * (pairs[-1][0] + 1))) if pairs else 0
+    if not pairs or total <= pairs[-1][0]:
+        return None
+    annealing = Annealing.of(rate, total)
+    law = _extrapolate(pairs, annealing, total - 1, warmup)
+    if law is None:
+        return None
+    seen = (pairs[-1][0] + 1) / total
+    model = (MODEL_ERROR**2 + _backtest(pairs, annealing, warmup) ** 2) * (1 - seen) / 0.7
+    width = Z_95 * math.sqrt(law.variance + model * law.final**2)
+    return Forecast(law.final, law.final - width, law.final + width, seen, *law.numbers, annealing.at(total - 1)[0])
+
+
+@dataclass(frozen=True)
+class _Law:
+    """The law at a later step, averaged over exponents."""
+
+    final: float
+    variance: float
+    numbers: tuple[float, float, float, float]  # L0, A, exponent, B
+
+
+def _extrapolate(
+    pairs: Sequence[tuple[int, float]], annealing: Annealing, step: int, warmup: int
+) -> _Law | None:  # fmt: skip
+    """The loss of a later step; None if too few steps are left without the beginning."""
+    begin = max(warmup, int(SKIP * (pairs[-1][0] + 1)))
     pairs = [(step, loss) for step, loss in pairs if step >= begin]
-    if len(pairs) < LEAST_POINTS or total <= pairs[-1][0]:
+    if len(pairs) < LEAST_POINTS:
         return None
     points, noise = _means(pairs)
-    annealing = Annealing.of(rate, total)
-    inputs = [annealing.at(round(step)) for step, _ in points]
-    end = annealing.at(total - 1)
+    inputs = [annealing.at(round(at)) for at, _ in points]
+    end = annealing.at(step)
     values = [loss for _, loss in points]
     recent = sum(values[-5:]) / len(values[-5:])
     fits = [_fit(inputs, values, exponent, noise, recent, end) for exponent in EXPONENTS]
     best = min(fit.cost for fit in fits)
     weights = [math.exp((best - fit.cost) / 2) for fit in fits]
-    total_weight = sum(weights)
 
     def mean(numbers: Sequence[float]) -> float:
-        return sum(w * n for w, n in zip(weights, numbers, strict=True)) / total_weight
+        return sum(w * n for w, n in zip(weights, numbers, strict=True)) / sum(weights)
 
-    final = mean([fit.final for fit in fits])
-    spread = mean([fit.variance + (fit.final - final) ** 2 for fit in fits])
-    seen = (pairs[-1][0] + 1) / total
-    model = MODEL_ERROR * final * math.sqrt((1 - seen) / 0.7)
-    width = Z_95 * math.sqrt(spread + model**2)
-    floor, _, drop = (mean([fit.numbers[i] for fit in fits]) for i in range(3))
-    exponent = mean(EXPONENTS)
+    final, exponent = mean([fit.final for fit in fits]), mean(EXPONENTS)
+    variance = mean([fit.variance + (fit.final - final) ** 2 for fit in fits])
     scale = mean([fit.numbers[1] * end[0] ** (exponent - a) for fit, a in zip(fits, EXPONENTS, strict=True)])
-    return Forecast(final, final - width, final + width, seen, floor, scale, exponent, drop, end[0])
+    floor, drop = (mean([fit.numbers[i] for fit in fits]) for i in (0, 2))
+    return _Law(final, variance, (floor, scale, exponent, drop))
+
+
+def _backtest(pairs: Sequence[tuple[int, float]], annealing: Annealing, warmup: int) -> float:
+    """How far the law is off for the last tenth of the curve from its first half, as a share of the loss. It widens the
+    interval of curves that follow no power law yet. 0 if the half is too short."""
+    last = pairs[-max(1, len(pairs) // 10) :]
+    half = [(step, loss) for step, loss in pairs if 2 * step < pairs[-1][0]]
+    law = _extrapolate(half, annealing, last[len(last) // 2][0], warmup) if half else None
+    return 0.0 if law is None else law.final / (sum(loss for _, loss in last) / len(last)) - 1
 
 
 def _means(pairs: Sequence[tuple[int, float]]) -> tuple[list[tuple[float, float]], float]:
@@ -134,7 +162,7 @@ def _means(pairs: Sequence[tuple[int, float]]) -> tuple[list[tuple[float, float]
         key = int(POINTS * math.log((step + 1) / first) / max(1e-9, math.log(last / first)))
         groups.setdefault(min(key, POINTS - 1), []).append((step, loss))
     points = [(sum(s for s, _ in g) / len(g), sum(x for _, x in g) / len(g)) for g in groups.values()]
-    differences = [(b[1] - a[1]) ** 2 / 2 for a, b in zip(pairs, pairs[1:], strict=False)]
+    differences = [(b[1] - a[1]) ** 2 / 2 for a, b in pairwise(pairs)]
     noise = sorted(differences)[len(differences) // 2] / 0.4549  # the median of chi-squared
     return points, max(noise, 1e-8)
 

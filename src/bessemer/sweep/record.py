@@ -26,7 +26,7 @@ FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 
 
 @dataclass
-class Trial:
+class SweepTrial:
     """One run of a sweep: the configuration `number` at a rung (0 unless the strategy is asha)."""
 
     number: int
@@ -50,25 +50,25 @@ class Trials:
     """All trials of a sweep, in the order in which they began, on disk."""
 
     folder: Path
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[SweepTrial] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> Trials:
-        trials: dict[tuple[int, int], Trial] = {}
+        trials: dict[tuple[int, int], SweepTrial] = {}
         for record in read_records(folder / TRIALS):
             if "values" in record:
-                trial = Trial(record["trial"], record["values"], record["rung"])
+                trial = SweepTrial(record["trial"], record["values"], record["rung"])
                 trials[trial.number, trial.rung] = trial
             else:
                 trial = trials[record["trial"], record["rung"]]
                 trial.state, trial.value, trial.reason = record["state"], record["value"], record["reason"]
         return cls(folder, list(trials.values()))
 
-    def begin(self, trial: Trial) -> None:
+    def begin(self, trial: SweepTrial) -> None:
         self._append({"trial": trial.number, "rung": trial.rung, "values": trial.values})
         self.trials.append(trial)
 
-    def end(self, trial: Trial, state: str, value: float | None, reason: str) -> None:
+    def end(self, trial: SweepTrial, state: str, value: float | None, reason: str) -> None:
         trial.state, trial.value, trial.reason = state, value, reason
         record = {"trial": trial.number, "rung": trial.rung, "state": state, "value": value, "reason": reason}
         self._append(record)
@@ -82,14 +82,14 @@ class Trials:
             journal.close()
 
     @property
-    def begun(self) -> Trial | None:
+    def begun(self) -> SweepTrial | None:
         """The trial that has no result yet."""
         return next((trial for trial in self.trials if trial.state == "begun"), None)
 
-    def at_rung(self, rung: int) -> list[Trial]:
+    def at_rung(self, rung: int) -> list[SweepTrial]:
         return [trial for trial in self.trials if trial.rung == rung]
 
-    def ranked(self, better: float) -> list[Trial]:
+    def ranked(self, better: float) -> list[SweepTrial]:
         """Trials with a value, the best first: the longest runs before all others."""
         finished = [trial for trial in self.trials if trial.state == FINISHED and trial.value is not None]
         return sorted(finished, key=lambda t: (-t.rung, better * (t.value or 0.0), t.number))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bessemer.sweep.record import DIVERGED, FAILED, Trial, Trials
+from bessemer.sweep.record import DIVERGED, FAILED, SweepTrial, Trials
 from bessemer.sweep.run import Sweep
 from bessemer.sweep.space import at_the_edge, importance
 
@@ -23,7 +23,7 @@ def table_rows(sweep: Sweep, trials: Trials) -> list[list[str]]:
     return rows
 
 
-def _cells(trial: Trial, keys: list[str]) -> list[str]:
+def _cells(trial: SweepTrial, keys: list[str]) -> list[str]:
     values = [trial.values[key] for key in keys]
     return [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
 

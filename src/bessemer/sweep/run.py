@@ -26,7 +26,7 @@ from bessemer.spec.quantity import human_time
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.sweep import SweepSpec
 from bessemer.storage import write_atomic
-from bessemer.sweep.record import DIVERGED, FAILED, FINISHED, Trial, Trials, read_metric
+from bessemer.sweep.record import DIVERGED, FAILED, FINISHED, SweepTrial, Trials, read_metric
 from bessemer.sweep.space import Values, count_trials, draw, import_optuna, to_settings
 
 Say = Callable[[str], None]
@@ -140,19 +140,19 @@ def _without_trials(spec: RunSpec) -> dict[str, Any]:
     return spec.model_dump(mode="json", exclude={"sweep": {"trials"}})
 
 
-def _next_trial(sweep: Sweep, trials: Trials) -> Trial | None:
+def _next_trial(sweep: Sweep, trials: Trials) -> SweepTrial | None:
     """Draw the next trial and write it down; None if there is none."""
     trial = _promoted(sweep.sweep, trials) if sweep.sweep.strategy == "asha" else None
     first = trials.at_rung(0)
     if trial is None and len(first) < count_trials(sweep.sweep):
         results = [earlier.result for earlier in first if earlier.state in (FINISHED, DIVERGED)]
-        trial = Trial(len(first), draw(sweep.sweep, len(first), results))
+        trial = SweepTrial(len(first), draw(sweep.sweep, len(first), results))
     if trial is not None:
         trials.begin(trial)
     return trial
 
 
-def _promoted(sweep: SweepSpec, trials: Trials) -> Trial | None:
+def _promoted(sweep: SweepSpec, trials: Trials) -> SweepTrial | None:
     """ASHA (Li et al. 2020): the best configuration of the highest rung that is among the best 1/reduction of its rung
     and was not promoted yet."""
     for rung in reversed(range(sweep.rung_count - 1)):
@@ -161,11 +161,11 @@ def _promoted(sweep: SweepSpec, trials: Trials) -> Trial | None:
         above = {trial.number for trial in trials.at_rung(rung + 1)}
         for trial in ended[: len(trials.at_rung(rung)) // sweep.factor]:
             if trial.number not in above:
-                return Trial(trial.number, trial.values, rung + 1)
+                return SweepTrial(trial.number, trial.values, rung + 1)
     return None
 
 
-def _finish(sweep: Sweep, trials: Trials, trial: Trial, say: Say, run_trial: RunTrial) -> int:
+def _finish(sweep: Sweep, trials: Trials, trial: SweepTrial, say: Say, run_trial: RunTrial) -> int:
     """Run a trial to its end and write its result down. An exit code other than 0 ends the sweep here."""
     folder, began_s = trials.folder, time.monotonic()
     head = f"trial {trial.number + 1}/{count_trials(sweep.sweep)}" + (f" rung {trial.rung}" if trial.rung else "")
@@ -221,7 +221,7 @@ def _last_line(path: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
 
-def write_best(sweep: Sweep, best: Trial) -> Path:
+def write_best(sweep: Sweep, best: SweepTrial) -> Path:
     """Write the spec with the best values and its own budget, ready for `bessemer train`."""
     spec = sweep.load(best.values).model_copy(update={"name": f"{sweep.spec.name}-best"[:100]})
     comment = f"# {best.name} of {sweep.folder}: {sweep.sweep.metric} {best.value:.6g}\n"
