@@ -47,9 +47,10 @@ def read_run_of_store(folder: Path) -> list[ForeignRun]:
             with path.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     parts = line.split()
-                    value = to_number(parts[1].decode("ascii", "replace")) if len(parts) >= 2 else None
-                    if value is not None:
-                        builder.add(key, int(parts[2]) if len(parts) > 2 else 0, value, number)
+                    value = to_number(parts[1]) if len(parts) > 1 else None
+                    step = to_number(parts[2]) if len(parts) > 2 else 0.0
+                    if value is not None and step is not None and abs(step) < 2**53:
+                        builder.add(key, int(step), value, number)
     for path in sorted((folder / "params").rglob("*")):
         if path.is_file():
             text = path.read_text("utf-8", "replace").strip()
