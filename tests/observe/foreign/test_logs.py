@@ -241,6 +241,21 @@ def test_openrlhf_bar(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "noise",
+    ["a", "a ", " ", "1", "1,", "A", "'a", "- a", ".", "=", "| a ", "a: ", "step ", "(", "- a:", "a_", "%|", "\\t"],
+)
+@pytest.mark.parametrize("head", list(LINES))
+def test_no_line_takes_quadratic_time(tmp_path: Path, head: str, noise: str) -> None:
+    """Lines of 60 kB with the markers of each format; a quadratic pattern would take minutes."""
+    text = LINES[head][0].splitlines()[0]
+    path = tmp_path / "long.log"
+    path.write_text(
+        f"{text} {noise * (60_000 // len(noise))}\n{text[:12]}{noise * (60_000 // len(noise))}{text[12:]}\n"
+    )
+    recognise(path)
+
+
+@pytest.mark.parametrize(
     "text", ["", "hello\n", "Loss of signal at step 3\n", "step 1: accuracy 0.5\n", "\x00\x01\x02binary loss step 3 "]
 )
 def test_other_text_is_refused(tmp_path: Path, text: str) -> None:

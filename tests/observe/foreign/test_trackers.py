@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import random
 import sqlite3
 import struct
 import subprocess
@@ -256,6 +257,34 @@ def test_todays_mlflow(tmp_path: Path, store: str) -> None:
     uri = f"sqlite:///{tmp_path / store}" if store.endswith(".db") else (tmp_path / store).as_uri()
     subprocess.run([sys.executable, "-c", MLFLOW, uri], check=True, capture_output=True, timeout=110, cwd=tmp_path)
     check_mlflow(tmp_path / store)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damage_is_read_over_or_reported(tmp_path: Path, wandb_file: Path, seed: int) -> None:
+    """Whatever happened to the bytes of a file, it is read, or refused by its name."""
+    write_store(tmp_path / "mlruns")
+    state = Path(__file__).parent / "data" / "trainer" / "out" / "checkpoint-30" / "trainer_state.json"
+    table = "step,epoch,loss\n" + "".join(f"{i},{i // 10},{i}.5\n" for i in range(50))
+    lines = "".join(f'{{"step": {i}, "loss": 2.0, "x": {{"y": {i}}}}}\n' for i in range(50))
+    sources = {"run.wandb": wandb_file.read_bytes()[:4000], "trainer_state.json": state.read_bytes()}
+    sources |= {"run.csv": table.encode(), "run.jsonl": lines.encode(), "train.log": b"step 1 loss: 2.5\n" * 50}
+    chance = random.Random(seed)
+    for name, content in sources.items():
+        path, refused = tmp_path / name, list[str]()
+        for _ in range(60):
+            data = bytearray(content)
+            for _ in range(chance.choice([1, 5, 30])):
+                at, junk = (
+                    chance.randrange(len(data)),
+                    chance.choice([b"9" * 30, b"\0", b"\r", b'"', b"nan", b"1e999", b"{"]),
+                )
+                data[at : at + chance.randrange(20)] = chance.choice([junk, bytes([chance.randrange(256)]), b""])
+            path.write_bytes(data)
+            try:
+                assert read(path)
+            except UserError as error:
+                refused.append(str(error))
+        assert len(refused) < 60 and all(name in message for message in refused)
 
 
 def test_folder_of_several_formats(tmp_path: Path) -> None:

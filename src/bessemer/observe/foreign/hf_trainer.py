@@ -63,7 +63,7 @@ def read_trainer_state(path: Path) -> list[ForeignRun]:
     skipped = 0
     for record, line in zip(history, lines, strict=True):
         step = to_number(record.get("step")) if isinstance(record, dict) else None
-        if step is None:
+        if step is None or not abs(step) < 2**53:
             skipped += 1
         elif SUMMARY_KEY in record:
             builder.settings |= {f"summary.{key}": value for key, value in record.items() if key != "step"}

@@ -18,10 +18,16 @@ from bessemer.observe.foreign.text import UNITS, read_number
 
 DICT_MARKERS = (b"{'loss'", b"{'eval_", b"'epoch'", b"'learning_rate'", b"'train_runtime'")
 # Bars without a description are Trainer's own; those of `datasets` have one.
-TRAINER_BAR = re.compile(r"(?:^|[}\]])\s*\d+%\|[^|]*\|\s*(\d+)/(\d+) \[")
-BAR = re.compile(r"(?P<text>[A-Z][\w \[\]/]*?):?\s+\d+%\|[^|]*\|\s*(?P<n>\d+)/(?P<total>\d+) \[(?P<tail>[^\]]*)")
-RICH_BAR = re.compile(r"(?P<text>Epoch \d+)/\d+\s[^\d]*\s(?P<n>\d+)/(?P<total>\d+) +[\d:-]+ • [\d:-]+ (?P<tail>.*)")
-SWIFT_STEP = re.compile(r"'global_step/max_steps': '(\d+)/(\d+)'")
+TRAINER_BAR = re.compile(r"(?:^|[}\]])\s*\d+%\|[^|]*\|\s*(\d{1,12})/(\d{1,12}) \[")
+BAR = re.compile(
+    r"(?P<text>[A-Z][\w \[\]/]{0,80}?):?\s{1,9}\d{1,3}%\|[^|]*\|\s*"
+    r"(?P<n>\d{1,12})/(?P<total>\d{1,12}) \[(?P<tail>[^\]]*)"
+)
+RICH_BAR = re.compile(
+    r"(?P<text>Epoch \d{1,9})/\d{1,9}\s[^\d]{0,300}\s"
+    r"(?P<n>\d{1,12})/(?P<total>\d{1,12}) +[\d:-]+ • [\d:-]+ (?P<tail>.*)"
+)
+SWIFT_STEP = re.compile(r"'global_step/max_steps': '(\d{1,12})/(\d{1,12})'")
 
 
 @dataclass
@@ -95,7 +101,7 @@ def parse_bar(line: str) -> tuple[str, int, dict[str, float], int] | None:
         return None
     numbers = {key: read_number(text) * UNITS.get(unit, 1.0) for key, text, unit in COLON_PAIRS(match["tail"], 0)}
     numbers.pop("v_num", None)
-    epoch = re.search(r"(\d+)(/\d+)?", match["text"])
+    epoch = re.search(r"(\d{1,9})(/\d{1,9})?", match["text"])
     if not numbers or epoch is None:
         return None
     before = int(epoch[1]) - (1 if epoch[2] else 0)

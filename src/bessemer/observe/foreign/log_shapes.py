@@ -21,15 +21,18 @@ def _findall(pattern: str) -> Pairs:
 
 # `key: 1.2ms` or `key=[1.2]`; a key may have several words.
 COLON_PAIRS = _findall(
-    r"([A-Za-z][\w/.@%-]*(?: [A-Za-z(][\w/.()-]*){0,3}?)\s*[:=]\s*"
-    rf"[\[(]*(?:np\.\w+\()?({NUMBER})\s?({UNIT})?(?![\w:.])"
+    r"(?<![\w/.@%-])([A-Za-z][\w/.@%-]{0,120}(?: [A-Za-z(][\w/.()-]{0,60}){0,3}?)\s{0,20}[:=]\s{0,20}"
+    rf"[\[(]{{0,4}}(?:np\.\w+\()?({NUMBER})\s?({UNIT})?(?![\w:.])"
 )
 # `key: 1.2` or `key 1.2` between bars; a key may have any words.
-PIPE_PART = re.compile(rf"\s*([A-Za-z][^:=]*?)(?:: *|\s+)({NUMBER})\s?({UNIT})?(?:/[\d.,]+)?(?:\s*\([^|]*\))?\s*$")
+PIPE_PART = re.compile(
+    rf"\s{{0,40}}([A-Za-z][^:=]{{0,120}}?)(?:: {{0,40}}|\s{{1,40}})({NUMBER})\s?({UNIT})?"
+    r"(?:/[\d.,]{1,30})?(?: {0,9}\([^)]{0,60}\))?\s{0,40}$"
+)
 # `key 1.2ms, key 3`
-SPACE_PAIRS = _findall(rf"([A-Za-z][a-z_ ]*?):? ({NUMBER})({UNIT})?(?=[,\s]|$)")
-DASH_PAIRS = _findall(rf"- ([^\s:]+):(?:np\.\w+\()?({NUMBER})()")
-DICT_PAIRS = _findall(rf"""["']([^"']+)["']: ["']?(?:np\.\w+\()?({NUMBER})()["']?\)?(?=[,}}])""")
+SPACE_PAIRS = _findall(rf"([A-Za-z][a-z_ ]{{0,60}}?):? ({NUMBER})({UNIT})?(?=[,\s]|$)")
+DASH_PAIRS = _findall(rf"- ([^\s:]{{1,200}}):(?:np\.\w+\()?({NUMBER})()")
+DICT_PAIRS = _findall(rf"""["']([^"']{{1,200}})["']: ["']?(?:np\.\w+\()?({NUMBER})()["']?\)?(?=[,}}])""")
 
 
 def pipe_pairs(line: str, start: int = 0) -> list[tuple[str, str, str]]:
@@ -37,7 +40,7 @@ def pipe_pairs(line: str, start: int = 0) -> list[tuple[str, str, str]]:
     return [(match[1], match[2], match[3] or "") for match in matches if match]
 
 
-COMMA = r"(?P<step>\d[\d,]*)(?:\s*/\s*(?P<total>\d[\d,]*))?"
+COMMA = r"(?P<step>\d[\d,]{0,15})(?:\s{0,9}/\s{0,9}(?P<total>\d[\d,]{0,15}))?"
 
 
 @dataclass(frozen=True)
@@ -102,42 +105,47 @@ SHAPES = (
     _shape("deepspeed", "step=&skipped=", r"\bstep=(?P<step>\d+), (?=skipped=)", COLON_PAIRS),
     _shape("deepspeed", "global_step=&SamplesPerSec=", r"global_step=(?P<step>\d+), ", COLON_PAIRS),
     _shape("olmo_core", "[step=", rf"\[step={COMMA}", lambda line, start: [],
-           block=re.compile(rf"^\s+([\w/ .()%-]+?)=({NUMBER})()\s*$")),
+           block=re.compile(rf"^\s{{1,40}}(\w[\w/ .()%-]{{0,200}}?)=({NUMBER})()\s{{0,40}}$")),
     _shape("composer", "[batch=", rf"\[batch={COMMA}\]:", lambda line, start: [],
-           block=re.compile(rf"^\s+(?:Train |Eval )?([\w/ .()%-]+?): ({NUMBER})()\s*$")),
+           block=re.compile(rf"^\s{{1,40}}(?:Train |Eval )?(\w[\w/ .()%-]{{0,200}}?): ({NUMBER})()\s{{0,40}}$")),
 )  # fmt: skip
 # Any other line with a step and a loss.
 ANY_STEP = re.compile(
-    r"(?i)(?:^|[^a-z_])(?:global[ _]?step|step|iter|iteration|update|batch)s?\s*[:=#]?\s*[\[(]?" + COMMA
+    r"(?i)(?:^|[^a-z_])(?:global[ _]?step|step|iter|iteration|update|batch)s?\s{0,9}[:=#]?\s{0,20}[\[(]?" + COMMA
 )
 LOSS_KEY = re.compile(r"(?i)loss([_/]\w+)?$")
-ANY_EPOCH = re.compile(r"(?i)(?:^|[^a-z])epoch\s*[:=#]?\s*[\[(]?(\d+)")
+ANY_EPOCH = re.compile(r"(?i)(?:^|[^a-z])epoch\s{0,9}[:=#]?\s{0,20}[\[(]?(\d{1,9})")
 COMPANIONS = ("deepspeed",)  # formats whose lines add to those of another
 OVERFLOW = re.compile(r"Attempted loss scale: [\d.e+]+, reducing to ([\d.e+]+)")
-SETTING = re.compile(r"^\s*(?:\S+: )?([a-z][a-z0-9_]+) \.{2,} (\S.*?)\s*$")  # Megatron's list of its arguments
+SETTING = re.compile(
+    r"^\s{0,9}(?:\S{1,40}: )?([a-z][a-z0-9_]{1,80}) \.{2,80} (\S.{0,400})"
+)  # Megatron's list of its arguments
 
 
 def parse_any(line: str) -> tuple[int, dict[str, float], int | None] | None:
     """Step, numbers and number of steps of a line of no known framework; None without both a step and a loss."""
     match = ANY_STEP.search(line)
-    if match is None:
+    step = _count(match["step"]) if match else None
+    if match is None or step is None:
         return None
     for pairs in (pipe_pairs,) if "|" in line else (COLON_PAIRS, SPACE_PAIRS):
         numbers = {key.strip(): read_number(text) * UNITS.get(unit, 1.0) for key, text, unit in pairs(line, 0)}
         numbers = {key: value for key, value in numbers.items() if key.lower() not in ("step", "iter", "iteration")}
         if any(LOSS_KEY.search(key) for key in numbers):
-            return int(match["step"].replace(",", "")), numbers, _total(match["total"])
+            return step, numbers, _count(match["total"])
     return None
 
 
 def parse_shape(shape: Shape, line: str) -> tuple[int, dict[str, float], int | None] | None:
     """Step, numbers and number of steps of a line, if it has the shape."""
     match = shape.step.search(line)
-    if match is None:
+    step = _count(match["step"]) if match else None
+    if match is None or step is None:
         return None
-    numbers = shape.numbers(line, match)
-    return int(match["step"].replace(",", "")), numbers, _total(match.groupdict().get("total"))
+    return step, shape.numbers(line, match), _count(match.groupdict().get("total"))
 
 
-def _total(text: str | None) -> int | None:
-    return int(text.replace(",", "")) if text and text[0].isdecimal() else None
+def _count(text: str | None) -> int | None:
+    """A number of steps; None for what no run reaches."""
+    digits = (text or "").replace(",", "")
+    return int(digits) if digits.isdecimal() and len(digits) < 16 else None

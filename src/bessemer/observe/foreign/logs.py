@@ -111,8 +111,9 @@ class _LogReader:
         elif self.format == "text_log" and b"loss" in line.lower() and self._is_first_rank(line):
             self._any_line(number, line.decode("utf-8", "replace"))
         if b" ..." in line and (match := SETTING.match(line.decode("utf-8", "replace"))):
-            value = to_number(match[2])
-            self.builder.settings.setdefault(match[1], match[2] if value is None else value)
+            text = match[2].strip()
+            value = to_number(text)
+            self.builder.settings.setdefault(match[1], text if value is None else value)
         elif b"OVERFLOW" in line and (match := OVERFLOW.search(line.decode("utf-8", "replace"))):
             self.overflows += 1
             self.builder.add("loss_scale", self.last_step + self.overflows, float(match[1]), number)

@@ -5,6 +5,7 @@ A metric file has lines `milliseconds value step`. The database writes NaN as 0 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sqlite3
 import sys
@@ -47,9 +48,10 @@ def read_run_of_store(folder: Path) -> list[ForeignRun]:
             with path.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     parts = line.split()
-                    value = to_number(parts[1].decode("ascii", "replace")) if len(parts) >= 2 else None
-                    if value is not None:
-                        builder.add(key, int(parts[2]) if len(parts) > 2 else 0, value, number)
+                    value = to_number(parts[1]) if len(parts) > 1 else None
+                    step = to_number(parts[2]) if len(parts) > 2 else 0.0
+                    if value is not None and step is not None and abs(step) < 2**53:
+                        builder.add(key, int(step), value, number)
     for path in sorted((folder / "params").rglob("*")):
         if path.is_file():
             text = path.read_text("utf-8", "replace").strip()
@@ -68,9 +70,9 @@ def is_store(path: Path) -> bool:
         if file.read(len(SQLITE_MAGIC)) != SQLITE_MAGIC:
             return False
     try:
-        with _opened(path) as store:
+        with contextlib.closing(_opened(path)) as store:
             rows = store.execute("select name from sqlite_master where type = 'table'").fetchall()
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):  # sqlite3 quotes the bytes of a damaged schema
         return False
     return {name for (name,) in rows} >= TABLES
 
@@ -82,12 +84,9 @@ def _opened(path: Path) -> sqlite3.Connection:
 def read_store(path: Path) -> list[ForeignRun]:
     """All runs of a database that have metrics."""
     try:
-        store = _opened(path)
-        try:
+        with contextlib.closing(_opened(path)) as store:
             return list(_runs_of_store(store, path))
-        finally:
-            store.close()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: the database cannot be read: {error}") from error
 
 
@@ -98,7 +97,8 @@ def _runs_of_store(store: sqlite3.Connection, path: Path) -> Iterator[ForeignRun
             "select key, value, step, is_nan from metrics where run_uuid = ? order by timestamp, step", (run,)
         )
         for key, value, step, is_nan in points:
-            builder.add(key, int(step), math.nan if is_nan else _unbounded(value))
+            if isinstance(value, int | float) and isinstance(step, int):
+                builder.add(str(key), step, math.nan if is_nan else _unbounded(value))
         for key, value in store.execute("select key, value from params where run_uuid = ?", (run,)):
             builder.settings[key] = _scalar(str(value))
         if builder:

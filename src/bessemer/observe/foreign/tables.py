@@ -25,9 +25,12 @@ EXPORTED = re.compile(r"^(.*) - (.*?)(__MIN|__MAX)?$")  # a column of a chart th
 def csv_header(path: Path) -> tuple[list[str], str] | None:
     """The columns and the delimiter of a CSV file; None if its first line is not a header."""
     with path.open("rb") as file:
-        line = file.read(HEAD_BYTES).split(b"\n", 1)[0].decode("utf-8-sig", "replace").strip()
+        line = re.split(rb"[\r\n]", file.read(HEAD_BYTES), maxsplit=1)[0].decode("utf-8-sig", "replace").strip()
     delimiter = "\t" if "\t" in line else ";" if ";" in line and "," not in line else ","
-    columns = next(csv.reader([line], delimiter=delimiter), [])
+    try:
+        columns = next(csv.reader([line], delimiter=delimiter), [])
+    except csv.Error:
+        return None
     if len(columns) < 2 or any(to_number(column) is not None or not column for column in columns[1:]):
         return None
     return [column.strip() for column in columns], delimiter
@@ -45,18 +48,15 @@ def read_csv(path: Path) -> list[ForeignRun]:
     builders, targets = _csv_targets(path, columns, step_at)
     rejected, counter = 0, StepCounter()
     epoch_at = next((i for i, column in enumerate(columns) if column.lower() == "epoch"), -1)
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.reader((line.replace("\0", "") for line in file), delimiter=delimiter)
-        next(reader)
-        for cells in reader:
-            step = to_number(cells[step_at]) if len(cells) > step_at else None
-            if step is None or step != step or abs(step) > 2**53:
-                rejected += bool(cells)
-                continue
-            place = counter(to_number(cells[epoch_at]) if 0 <= epoch_at < len(cells) else None, int(step))
-            for i, builder, key in targets:
-                if i < len(cells) and cells[i] and (value := to_number(cells[i])) is not None:
-                    builder.add(key, place, value, reader.line_num)
+    for line, cells in _rows(path, delimiter):
+        step = to_number(cells[step_at]) if len(cells) > step_at else None
+        if step is None or step != step or abs(step) > 2**53:
+            rejected += bool(cells)
+            continue
+        place = counter(to_number(cells[epoch_at]) if 0 <= epoch_at < len(cells) else None, int(step))
+        for i, builder, key in targets:
+            if i < len(cells) and cells[i] and (value := to_number(cells[i])) is not None:
+                builder.add(key, place, value, line)
     runs = []
     for builder in builders:
         if counter.counts_on:
@@ -66,6 +66,18 @@ def read_csv(path: Path) -> list[ForeignRun]:
         if builder:
             runs.append(builder.finish([path]))
     return runs
+
+
+def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Numbered rows after the header."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        reader = csv.reader((line.replace("\0", "") for line in file), delimiter=delimiter)
+        try:
+            next(reader, None)
+            for cells in reader:
+                yield reader.line_num, cells
+        except csv.Error as error:
+            raise UserError(f"{path}: line {reader.line_num + 1:,} is not CSV: {error}") from error
 
 
 def _csv_targets(

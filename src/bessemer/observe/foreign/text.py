@@ -10,7 +10,11 @@ from pathlib import Path
 BLOCK_BYTES = 1 << 20
 LINE_BYTES = 1 << 16  # the rest of a longer line is not looked at; metrics lines have a few hundred bytes
 ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
-NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|NaN|NAN|inf(?:inity)?|Inf(?:inity)?)"
+# All repetitions are bounded, so that no line, however long, takes more than linear time.
+NUMBER = (
+    r"[-+]?(?:\d[\d,]{0,30}(?:\.\d{0,40})?(?:[eE][-+]?\d{1,4})?|\.\d{1,40}(?:[eE][-+]?\d{1,4})?"
+    r"|nan|NaN|NAN|inf(?:inity)?|Inf(?:inity)?)"
+)
 UNITS = {
     "ms": 1e-3, "s": 1.0, "sec": 1.0, "us": 1e-6, "m": 60.0, "%": 0.01,
     "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40, "KB": 2.0**10, "MB": 2.0**20, "GB": 2.0**30,
