@@ -44,6 +44,7 @@ def export(
     run: Path = RUN,
     out: Path = typer.Option(None, "--out", help="The file to write (default: NAME.html)."),
     compare: list[Path] = typer.Option([], "--with", help="A run to draw over it. Repeatable."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Write a run's page as one HTML file that needs no server: curves, events, reports, plan, spec.
 
@@ -55,7 +56,34 @@ def export(
         raise UserError(f"watch needs {error.name}: pip install 'bessemer[watch]'") from None
     path = out or Path(f"{run.resolve().name}.html")
     size = export_run([run, *compare], path)
-    print(f"{path}  {size / 1e6:.1f} MB")
+    if as_json:
+        print_json({"file": str(path), "bytes": size})
+    else:
+        print(f"{path}  {size / 1e6:.1f} MB")
+
+
+@app.command()
+def forward(
+    run: Path = RUN,
+    to: list[str] = typer.Option([], "--to", help="A tracker, such as wandb, or alerts (default: the spec's)."),
+    patience: float = typer.Option(600.0, "--patience", min=0, help="Seconds to try after the end of the run."),
+) -> None:
+    """Send a run's records to trackers, and its alerts, from where the last delivery ended until the run has ended.
+
+    Training starts this by itself for the trackers and alerts in the spec. By hand it sends what is left, or a run to
+    a tracker that its spec does not name; settings then come from the tracker's own environment variables.
+
+    Example: bessemer watch forward runs/demo --to tensorboard
+    """
+    from bessemer.observe.observers import follow_run, observers_of
+    from bessemer.run.directory import Run
+
+    watched = Run.existing(run)
+    results = follow_run(watched, observers_of(watched, to), lambda line: print(line, flush=True), patience)
+    for name, result in results.items():
+        print(result.error or f"{name}: {result.sent:,} {'messages' if name == 'alerts' else 'rows'} delivered")
+    if any(result.error for result in results.values()):
+        raise typer.Exit(1)
 
 
 def report(
