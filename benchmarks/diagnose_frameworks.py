@@ -95,8 +95,8 @@ def run_trainer(kind: str | None, seed: int, folder: Path) -> tuple[Path, tuple[
     arguments = TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=plan.rows, per_device_eval_batch_size=VALIDATION_ROWS,
         max_steps=plan.steps, logging_steps=1, eval_strategy="steps", eval_steps=plan.evaluate_every,
-        save_strategy="no",        max_grad_norm=plan.clip, report_to=[], use_cpu=True, disable_tqdm=True, prediction_loss_only=True,
-        label_names=["rows"], remove_unused_columns=False, seed=plan.seed,
+        save_strategy="no", max_grad_norm=plan.clip, report_to=[], use_cpu=True, disable_tqdm=True,
+        prediction_loss_only=True, label_names=["rows"], remove_unused_columns=False, seed=plan.seed,
     )  # fmt: skip
     module = PlannedModule(plan)
     trainer = Trainer(
