@@ -234,16 +234,16 @@ def judge_reward(view: RunView) -> Finding | None:
     if rises and (score_falls or (flat_score and grown)):
         causes = rank(view, reward_hacking=0.85, length_growth=0.3, kl_blowup=0.2)
         text = f"the reward rises from {first:.3g} to {last:.3g}, {held_out.name if held_out else ''} does not"
-        return _finding(text, causes, reward, "warning", **evidence)
+        return make_finding(text, causes, "warning", reward.steps[-1], evidence)
     if grown and length is not None and not rises:
         causes = rank(view, length_growth=0.8, reward_hacking=0.2, answers_cut=0.2)
         text = f"{growth} while the reward stays at {last:.3g}"
-        return _finding(text, causes, length, "warning", **evidence)
+        return make_finding(text, causes, "warning", length.steps[-1], evidence)
     span = top - first
     if span > 4 * noise and top - last > max(0.5 * span, 5 * noise):
         step = int(reward.steps[int(np.argmax(smooth))])
         causes = rank(view, reward_collapse=0.75, kl_blowup=0.4, entropy_collapse=0.2)
-        return _finding(f"the reward falls from {top:.3g} to {last:.3g}", causes, reward, "critical", step, **evidence)
+        return make_finding(f"the reward falls from {top:.3g} to {last:.3g}", causes, "critical", step, evidence)
     if rises and grown and held_out is None and length is not None:
         causes = rank(view, reward_hacking=0.35, length_growth=0.25)
         text = f"{growth} as the reward rises"

@@ -46,7 +46,9 @@ class Curve:
         return self.part(int(np.searchsorted(self.steps, step)))
 
     def level(self, share: float, end: bool = True, least: int = 3) -> float:
-        """Median of the last (or first) share of the points, of at least `least` of them."""
+        """Median of the last (or first) share of the points, of at least `least` of them; NaN if there is none."""
+        if not len(self):
+            return math.nan
         count = max(least, round(share * len(self)))
         return float(np.median(self.values[-count:] if end else self.values[:count]))
 
@@ -61,6 +63,16 @@ class Curve:
         """Running median over `reach` points on both sides, fewer at the ends."""
         n = len(self)
         return np.array([np.median(self.values[max(0, i - reach) : i + reach + 1]) for i in range(n)])
+
+    def thinned(self, most: int = 2000) -> Curve:
+        """At most `most` points, each the median of its neighbours: for shapes of runs with very many steps."""
+        width = -(-len(self) // most)
+        if width <= 1:
+            return self
+        rows = len(self) // width
+        values = np.median(self.values[: rows * width].reshape(rows, width), axis=1)
+        steps = self.steps[: rows * width].reshape(rows, width)[:, width // 2]
+        return Curve(self.name, steps, values, self.bad_steps, self.mean_of * width)
 
     def chunks(self, count: int) -> Values:
         """Medians of `count` equal parts."""
@@ -98,22 +110,24 @@ def find_outliers(curve: Curve, sigmas: float = 8.0, least_rise: float = 0.15, w
     outliers: list[Outlier] = []
     n, skip_until = len(curve), -1
     scale = np.zeros(n)
-    for i in range(8, n):
-        scale[i] = curve.part(max(0, i - window), i).noise()
+    stride = 1 + n // 4000
+    for i in range(8, n, stride):
+        scale[i : i + stride] = curve.part(max(0, i - window), i).noise()
     floor = max(0.01 * float(np.median(np.abs(curve.values))), 0.7 * curve.noise()) if n else 0.0
     unit = 0.05 * float(np.median(np.abs(curve.values[:4]))) if n else 0.0  # a loss of almost zero has no spikes
-    deviations = np.zeros(n)
     usual = np.zeros(n)
-    for i in range(8, n):
-        recent = curve.values[max(0, i - 16) : i]
-        usual[i] = np.median(recent)
-        deviations[i] = (curve.values[i] - usual[i]) / max(scale[i], floor, 1e-12)
+    for i in range(8, min(16, n)):
+        usual[i] = np.median(curve.values[:i])
+    if n > 16:
+        usual[16:] = np.median(np.lib.stride_tricks.sliding_window_view(curve.values[:-1], 16), axis=1)
+    deviations = (curve.values - usual) / np.maximum(scale, max(floor, 1e-12))
+    deviations[:8] = 0.0
     ordinary = deviations[8:]
     # Heavy-tailed curves have to clear a higher bar; a slow return of up to a seventh of the run does not raise it.
     limit = max(sigmas, 5 * float(np.quantile(ordinary, 0.85))) if len(ordinary) >= 32 else 1.5 * sigmas
-    for i in range(8, n):
+    for i in np.flatnonzero(deviations > limit):
         rise = curve.values[i] - usual[i]
-        if i <= skip_until or deviations[i] <= limit or rise < least_rise * max(abs(usual[i]), unit):
+        if i <= skip_until or rise < least_rise * max(abs(usual[i]), unit):
             continue
         peak = i + int(np.argmax(curve.values[i : i + 8]))
         after = curve.values[peak + 1 : peak + 6]
@@ -168,6 +182,7 @@ def find_cycle(curve: Curve, longest: int = 64) -> tuple[int, float, float] | No
 
 def find_level_shift(curve: Curve, least: int = 8) -> tuple[int, float, float] | None:
     """The index at which the level changes most, with the medians before and after, if they are well apart."""
+    curve = curve.thinned()
     n = len(curve)
     if n < 2 * least:
         return None
@@ -177,10 +192,12 @@ def find_level_shift(curve: Curve, least: int = 8) -> tuple[int, float, float] |
         gap = abs(float(np.median(values[i:]) - np.median(values[:i])))
         if gap > best:
             best, at = gap, i
+    if not at:
+        return None
     before, after = curve.values[:at], curve.values[at:]
-    spread = max(float(NORMAL * np.median(np.abs(part - np.median(part)))) for part in (before, after)) if at else 0.0
+    spread = max(float(NORMAL * np.median(np.abs(part - np.median(part)))) for part in (before, after))
     low, high = float(np.median(before)), float(np.median(after))
-    return (at, low, high) if at and abs(high - low) > 3 * spread else None
+    return (at, low, high) if abs(high - low) > 3 * spread else None
 
 
 def trend(curve: Curve) -> float:

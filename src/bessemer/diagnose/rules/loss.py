@@ -26,9 +26,10 @@ def judge_loss(view: RunView) -> list[Finding]:
     loss = view.language_loss
     if loss is None or (broken and len(loss) < 16) or any(finding.rule == "labels_masked" for finding in start):
         return findings
+    every_point, loss = loss, loss.thinned()
     shape = judge_divergence(view, loss) or judge_stuck(view, loss)
     findings += [shape] if shape else []
-    findings += judge_spikes(view, loss, shape)
+    findings += judge_spikes(view, every_point, shape)
     if shape is None:
         findings += [
             finding

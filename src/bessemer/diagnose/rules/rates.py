@@ -179,13 +179,16 @@ def _judge_rate_restart(view: RunView, rates: Curve) -> Finding | None:
     """The rate falls back to the warm-up, or rises again after it has decayed."""
     if "restart" in str(view.setting("schedule")).lower() or rates.values.max() <= 0:
         return None
-    peak = float(rates.values.max())
-    for i in range(2, len(rates)):
+    peak, highest = float(rates.values.max()), np.maximum.accumulate(rates.values)
+    ratios = rates.values[1:] / np.maximum(rates.values[:-1], 1e-30)
+    for i in np.flatnonzero((ratios > 1.15) | (ratios < 0.3)) + 1:
+        if i < 2:
+            continue
         before, now, step = float(rates.values[i - 1]), float(rates.values[i]), int(rates.steps[i])
         at_restart = view.near_restart(step) is not None
         earlier = float(rates.values[i - 2])
         up = now > 2 * before and now - before > 0.1 * peak and before < 1.2 * earlier  # a warm-up slows down
-        steady = now > 1.15 * before and at_restart and before < 0.98 * float(rates.values[:i].max())
+        steady = now > 1.15 * before and at_restart and before < 0.98 * highest[i - 1]
         down = at_restart and now < 0.3 * before and len(rates) - i > 4 and rates.values[i:].max() > 2 * now
         if not (up or steady or down):
             continue

@@ -95,8 +95,7 @@ class RunView:
             if value in ("fp32", "float32", "32", "32-true", "no"):
                 return "fp32"
         for case in CASES:
-            value = self.flat_settings.get(case)
-            if value is True or str(value).lower() in ("true", "1"):
+            if str(self.flat_settings.get(case)).lower() in ("true", "1"):
                 return case
         return "fp16" if "loss_scale" in self.run.series and self.curve("loss_scale", 2) is not None else ""
 
