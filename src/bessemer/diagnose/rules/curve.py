@@ -125,7 +125,7 @@ def find_outliers(curve: Curve, sigmas: float = 8.0, least_rise: float = 0.15, w
     ordinary = deviations[8:]
     # Heavy-tailed curves have to clear a higher bar; a slow return of up to a seventh of the run does not raise it.
     limit = max(sigmas, 5 * float(np.quantile(ordinary, 0.85))) if len(ordinary) >= 32 else 1.5 * sigmas
-    for i in np.flatnonzero(deviations > limit):
+    for i in np.flatnonzero(deviations > limit).tolist():
         rise = curve.values[i] - usual[i]
         if i <= skip_until or rise < least_rise * max(abs(usual[i]), unit):
             continue
