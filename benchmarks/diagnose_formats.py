@@ -46,10 +46,14 @@ def write_megatron(run: TinyRun, path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def step_tokens(run: TinyRun) -> int:
+    return run.settings["block_size"] * run.settings["batch_size"] * run.settings["gradient_accumulation_steps"]
+
+
 def write_torchtitan(run: TinyRun, path: Path) -> None:
-    lines = []
+    lines, tokens = [], step_tokens(run)
     for record in run.records:
-        memory, tps = record.get("memory_bytes", 2**30) / 2**30, 512 / record["step_s"]
+        memory, tps = record.get("memory_bytes", 2**30) / 2**30, tokens / record["step_s"]
         lines.append(
             f"[titan] 2026-11-19 10:00:00,000 - root - INFO - step: {record['step']:2d}  "
             f"loss: {record['loss']:8.5f}  grad_norm: {record['grad_norm']:8.4f}  "
@@ -60,7 +64,7 @@ def write_torchtitan(run: TinyRun, path: Path) -> None:
 
 
 def write_nanochat(run: TinyRun, path: Path) -> None:
-    lines = []
+    lines, tokens = [], step_tokens(run)
     for record in run.records:
         if "validation_loss" in record:
             lines.append(f"Step {record['step']:05d} | Validation loss: {record['validation_loss']:.6f}")
@@ -68,7 +72,7 @@ def write_nanochat(run: TinyRun, path: Path) -> None:
         lines.append(
             f"step {record['step']:05d}/{run.total:05d} ({share:.2f}%) | loss: {record['loss']:.6f} | "
             f"lrm: {factor:.4f} | dt: {1000 * record['step_s']:.2f}ms | "
-            f"tok/sec: {512 / record['step_s']:,.0f} | mfu: 0.01"
+            f"tok/sec: {tokens / record['step_s']:,.0f} | mfu: 0.01"
         )
     path.write_text("\n".join(lines) + "\n")
 

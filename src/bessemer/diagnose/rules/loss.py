@@ -374,7 +374,9 @@ def _explain_quick(view: RunView, loss: Curve, outliers: list[Outlier]) -> Findi
     if period:
         evidence["period"] = period
         scores.update(data_ordered=0.5)
-    if len(outliers) > max(6, 0.03 * len(loss)) and not period:
+    if (peak_rate(view) or 0.0) > HIGH_RATE:
+        scores.update(lr_too_high=0.8, bad_batch=0.5)
+    elif len(outliers) > max(6, 0.03 * len(loss)) and not period:
         scores.update(lr_too_high=0.45)
     causes = rank(view, **scores)
     times = f"{len(outliers)} times, most at" if len(outliers) > 1 else "at"

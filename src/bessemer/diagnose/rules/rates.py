@@ -94,7 +94,7 @@ def judge_warmup(view: RunView) -> Finding | None:
     start = float(rates.values[0] / rates.values.max()) if rates is not None and rates.values.max() > 0 else None
     if start is not None:
         evidence["first_lr_over_peak"] = round(start, 3)
-    warm = 0.75 if recovered and not short else 0.55 if recovered else 0.35
+    warm = 0.75 if recovered and not short else 0.4
     causes = rank(view, warmup_missing=warm, lr_too_high=1.05 - warm)
     text = f"the loss rises from {first:.3g} to {top:.3g} in the first {loss.steps[top_index]} steps"
     severity = "warning" if top < 2 * first else "critical"

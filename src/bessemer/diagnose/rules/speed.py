@@ -31,9 +31,8 @@ def step_times(view: RunView) -> Curve | None:
     """Seconds of a step; from tokens per second where they are not logged, in units of the usual step."""
     times = view.curve("step_s", WARM_UP_POINTS + 5)
     if times is None and (rate := view.curve("tokens_per_s", WARM_UP_POINTS + 5)) is not None:
-        batch, context = view.number("batch"), view.number("context")
         positive = rate.values > 0
-        tokens = batch * context if batch and context else float(np.median(rate.values))
+        tokens = view.tokens_per_step or float(np.median(rate.values))
         series = Series("step_s", rate.steps[positive], tokens / rate.values[positive], rate.steps[positive])
         times = Curve.of(series)
     return times.part(WARM_UP_POINTS) if times is not None else None

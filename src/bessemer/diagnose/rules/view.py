@@ -85,6 +85,15 @@ class RunView:
         return value if math.isfinite(value) else None
 
     @cached_property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of an optimizer step, from the batch and the context."""
+        context, batch = self.number("context"), self.number("batch")
+        if not context or not batch:
+            return None
+        micro = not any(self.flat_settings.get(name) for name in ("global_batch_size", "train_batch_size"))
+        return context * batch * ((self.number("accumulation") or 1) * (self.number("devices") or 1) if micro else 1)
+
+    @cached_property
     def precision(self) -> str:
         """fp16, bf16, fp32 or "" where the settings do not tell."""
         for name in PRECISION:
