@@ -18,7 +18,7 @@ NORMAL = 1.4826  # standard deviation of a normal distribution over its median a
 
 
 @dataclass(frozen=True)
-class Curve:
+class MetricCurve:
     """The finite points of a series. `bad_steps` are the steps whose value was not finite."""
 
     name: str
@@ -28,21 +28,23 @@ class Curve:
     mean_of: int = 1
 
     @staticmethod
-    def of(series: Series) -> Curve:
+    def of(series: Series) -> MetricCurve:
         finite = np.isfinite(series.values)
-        return Curve(series.name, series.steps[finite], series.values[finite], series.steps[~finite], series.mean_of)
+        return MetricCurve(
+            series.name, series.steps[finite], series.values[finite], series.steps[~finite], series.mean_of
+        )
 
     def __len__(self) -> int:
         return len(self.steps)
 
-    def part(self, start: int, stop: int | None = None) -> Curve:
+    def part(self, start: int, stop: int | None = None) -> MetricCurve:
         """Points from index `start` to `stop`."""
-        return Curve(self.name, self.steps[start:stop], self.values[start:stop], self.bad_steps, self.mean_of)
+        return MetricCurve(self.name, self.steps[start:stop], self.values[start:stop], self.bad_steps, self.mean_of)
 
-    def before(self, step: float) -> Curve:
+    def before(self, step: float) -> MetricCurve:
         return self.part(0, int(np.searchsorted(self.steps, step)))
 
-    def since(self, step: float) -> Curve:
+    def since(self, step: float) -> MetricCurve:
         return self.part(int(np.searchsorted(self.steps, step)))
 
     def level(self, share: float, end: bool = True, least: int = 3) -> float:
@@ -64,7 +66,7 @@ class Curve:
         n = len(self)
         return np.array([np.median(self.values[max(0, i - reach) : i + reach + 1]) for i in range(n)])
 
-    def thinned(self, most: int = 2000) -> Curve:
+    def thinned(self, most: int = 2000) -> MetricCurve:
         """At most `most` points, each the median of its neighbours: for shapes of runs with very many steps."""
         width = -(-len(self) // most)
         if width <= 1:
@@ -72,7 +74,7 @@ class Curve:
         rows = len(self) // width
         values = np.median(self.values[: rows * width].reshape(rows, width), axis=1)
         steps = self.steps[: rows * width].reshape(rows, width)[:, width // 2]
-        return Curve(self.name, steps, values, self.bad_steps, self.mean_of * width)
+        return MetricCurve(self.name, steps, values, self.bad_steps, self.mean_of * width)
 
     def chunks(self, count: int) -> Values:
         """Medians of `count` equal parts."""
@@ -105,7 +107,7 @@ class Outlier:
         return (self.value - self.usual) / max(abs(self.usual), 1e-9)
 
 
-def find_outliers(curve: Curve, sigmas: float = 8.0, least_rise: float = 0.15, window: int = 64) -> list[Outlier]:
+def find_outliers(curve: MetricCurve, sigmas: float = 8.0, least_rise: float = 0.15, window: int = 64) -> list[Outlier]:
     """Upward outliers, the first point of each. The limit grows with the tails that the run shows elsewhere."""
     outliers: list[Outlier] = []
     n, skip_until = len(curve), -1
@@ -154,7 +156,7 @@ def find_period(steps: list[int] | npt.NDArray[np.int64], tolerance: float = 0.1
     return round(period) if period >= 2 and np.mean(regular) >= 0.9 and np.mean(multiples <= 3) > 0.9 else None
 
 
-def find_cycle(curve: Curve, longest: int = 64) -> tuple[int, float, float] | None:
+def find_cycle(curve: MetricCurve, longest: int = 64) -> tuple[int, float, float] | None:
     """A pattern that repeats: its period in points, the share of the variance that it explains, its swing. The means
     of the phases must agree between two halves of the curve."""
     n = len(curve)
@@ -180,7 +182,7 @@ def find_cycle(curve: Curve, longest: int = 64) -> tuple[int, float, float] | No
     return best
 
 
-def find_level_shift(curve: Curve, least: int = 8) -> tuple[int, float, float] | None:
+def find_level_shift(curve: MetricCurve, least: int = 8) -> tuple[int, float, float] | None:
     """The index at which the level changes most, with the medians before and after, if they are well apart."""
     curve = curve.thinned()
     n = len(curve)
@@ -200,7 +202,7 @@ def find_level_shift(curve: Curve, least: int = 8) -> tuple[int, float, float] |
     return (at, low, high) if abs(high - low) > 3 * spread else None
 
 
-def trend(curve: Curve) -> float:
+def trend(curve: MetricCurve) -> float:
     """Spearman's correlation of the medians of ten parts with time: 1 rises in every part."""
     parts = curve.chunks(10)
     if len(parts) < 5:

@@ -8,22 +8,22 @@ from typing import Any
 import numpy as np
 
 from bessemer.diagnose.rules.causes import make_finding, rank
-from bessemer.diagnose.rules.curve import Curve
+from bessemer.diagnose.rules.curve import MetricCurve
 from bessemer.diagnose.rules.loss import has_warmup
-from bessemer.diagnose.rules.view import RunView
+from bessemer.diagnose.rules.view import JudgedRun
 from bessemer.run.finding import Finding
 
 SMALL_SCALE = 16
 OVER = 0.012  # of the peak rate: the schedule is over
 
 
-def judge_rates(view: RunView) -> list[Finding]:
+def judge_rates(view: JudgedRun) -> list[Finding]:
     findings = [judge_schedule_end(view), judge_schedule_length(view), judge_warmup(view), judge_batch(view)]
     findings += [judge_loss_scale(view), *judge_restarts(view)]
     return [finding for finding in findings if finding]
 
 
-def judge_schedule_end(view: RunView) -> Finding | None:
+def judge_schedule_end(view: JudgedRun) -> Finding | None:
     """A rate of almost zero while the run goes on."""
     rates = view.curve("lr", 8)
     if rates is None or rates.values.max() <= 0:
@@ -43,7 +43,7 @@ def judge_schedule_end(view: RunView) -> Finding | None:
     return make_finding(text, causes, severity, last_alive, evidence)
 
 
-def judge_schedule_length(view: RunView) -> Finding | None:
+def judge_schedule_length(view: JudgedRun) -> Finding | None:
     """A decay that is far from its end when the run is."""
     rates, total = view.curve("lr", 16), view.run.total_steps
     if rates is None or not total or view.last_step < 0.97 * total or rates.values.max() <= 0:
@@ -70,7 +70,7 @@ def judge_schedule_length(view: RunView) -> Finding | None:
     return make_finding(text, causes, "warning", rates.steps[-1], evidence)
 
 
-def judge_warmup(view: RunView) -> Finding | None:
+def judge_warmup(view: JudgedRun) -> Finding | None:
     """Damage in the first steps: the loss climbs above its start, or gradients are far larger than later."""
     loss = view.language_loss
     if loss is None or len(loss) < 24 or loss.mean_of > 0.02 * view.last_step:
@@ -101,7 +101,7 @@ def judge_warmup(view: RunView) -> Finding | None:
     return make_finding(text, causes, severity, loss.steps[top_index], evidence)
 
 
-def judge_batch(view: RunView) -> Finding | None:
+def judge_batch(view: JudgedRun) -> Finding | None:
     """Noise that is large against the loss and what it gains. A note, unless gains have stopped."""
     loss = view.language_loss
     if loss is None or len(loss) < 64:
@@ -131,7 +131,7 @@ def judge_batch(view: RunView) -> Finding | None:
     return None
 
 
-def judge_loss_scale(view: RunView) -> Finding | None:
+def judge_loss_scale(view: JudgedRun) -> Finding | None:
     """fp16: a scale that collapses. Halvings in the first steps are normal: the scale starts too high on purpose."""
     scale, skipped = view.curve("loss_scale", 8), view.curve("skipped_steps", 4)
     if scale is None or view.precision in ("bf16", "fp32"):
@@ -161,7 +161,7 @@ def judge_loss_scale(view: RunView) -> Finding | None:
 # --- restarts
 
 
-def judge_restarts(view: RunView) -> list[Finding]:
+def judge_restarts(view: JudgedRun) -> list[Finding]:
     """The rate and the loss around each restart; a rate that starts again without one."""
     findings = []
     rates = view.curve("lr", 8)
@@ -175,7 +175,7 @@ def judge_restarts(view: RunView) -> list[Finding]:
     return findings
 
 
-def _judge_rate_restart(view: RunView, rates: Curve) -> Finding | None:
+def _judge_rate_restart(view: JudgedRun, rates: MetricCurve) -> Finding | None:
     """The rate falls back to the warm-up, or rises again after it has decayed."""
     if "restart" in str(view.setting("schedule")).lower() or rates.values.max() <= 0:
         return None
@@ -203,7 +203,7 @@ def _judge_rate_restart(view: RunView, rates: Curve) -> Finding | None:
     return None
 
 
-def _judge_loss_at_restart(view: RunView, loss: Curve, start: int) -> Finding | None:
+def _judge_loss_at_restart(view: JudgedRun, loss: MetricCurve, start: int) -> Finding | None:
     before, after = loss.before(start), loss.since(start)
     if len(before) < 8 or len(after) < 8:
         return None

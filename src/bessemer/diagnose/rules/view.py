@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from bessemer.diagnose.rules.curve import Curve
+from bessemer.diagnose.rules.curve import MetricCurve
 from bessemer.observe.foreign.series import ForeignRun
 
 # Meaning -> names that frameworks give it, the last part of a dotted key in lower case with underscores.
@@ -36,19 +36,19 @@ PRECISION = ("precision", "dtype", "torch_dtype", "mixed_precision", "mixed_prec
 
 
 @dataclass
-class RunView:
+class JudgedRun:
     run: ForeignRun
-    _curves: dict[str, Curve | None] = field(default_factory=dict)
+    _curves: dict[str, MetricCurve | None] = field(default_factory=dict)
 
-    def curve(self, name: str, least: int = 1) -> Curve | None:
+    def curve(self, name: str, least: int = 1) -> MetricCurve | None:
         """The finite points of a metric, if there are at least `least`."""
         if name not in self._curves:
             series = self.run.series.get(name)
-            self._curves[name] = None if series is None else Curve.of(series)
+            self._curves[name] = None if series is None else MetricCurve.of(series)
         curve = self._curves[name]
         return curve if curve is not None and len(curve) >= least else None
 
-    def curves_like(self, pattern: str) -> list[Curve]:
+    def curves_like(self, pattern: str) -> list[MetricCurve]:
         """Metrics whose name contains a regular expression, for those that have no shared name."""
         matches = [name for name in self.run.series if re.search(pattern, name, re.I)]
         return [curve for name in sorted(matches) if (curve := self.curve(name, 4)) is not None]
@@ -123,7 +123,7 @@ class RunView:
         return "reward" in self.run.series
 
     @cached_property
-    def language_loss(self) -> Curve | None:
+    def language_loss(self) -> MetricCurve | None:
         """The loss where it is a cross-entropy that should fall."""
         return None if self.preference or self.reinforcement else self.curve("loss", 8)
 
