@@ -227,18 +227,14 @@ def judge_divergence(view: JudgedRun, loss: MetricCurve) -> Finding | None:
     rise = end - low
     if rise < max(0.2 * gain, 0.04 * abs(low), 4 * noise) or len(loss) - best < 4:
         return None
-    onset = _onset(loss, smooth, best, low + max(0.3 * rise, 2 * noise))
+    above = np.flatnonzero(smooth[best:] > low + max(0.3 * rise, 2 * noise))
+    onset = best + int(above[0]) if len(above) else best
     step = int(loss.steps[onset])
     evidence = {"lowest": round(low, 4), "lowest_step": int(loss.steps[best]), "last": round(end, 4), "onset": step}
     causes = _rise_causes(view, loss, step, onset, evidence)
     severity = "critical" if rise > max(0.3 * gain, 0.1 * abs(low)) else "warning"
     text = f"the loss rises from {low:.3g} (step {loss.steps[best]}) to {end:.3g} and stays up, from step {step} on"
     return make_finding(text, causes, severity, step, evidence)
-
-
-def _onset(loss: MetricCurve, smooth: Any, best: int, limit: float) -> int:
-    above = np.flatnonzero(smooth[best:] > limit)
-    return best + int(above[0]) if len(above) else best
 
 
 def _rise_causes(view: JudgedRun, loss: MetricCurve, step: int, onset: int, evidence: dict[str, Any]) -> list[Cause]:
