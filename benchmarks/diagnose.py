@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from dataclasses import asdict
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,42 @@ def score_healthy(seeds: range, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def score_frameworks(seeds: range, folder: Path) -> dict[str, Any]:
+    """Runs of Trainer and Lightning, where they are installed: all kinds, and a healthy run."""
+    from diagnose_frameworks import FRAMEWORKS, KINDS
+
+    result: dict[str, Any] = {}
+    for name, run in FRAMEWORKS.items():
+        if find_spec(name) is None:
+            result[name] = "not installed"
+            continue
+        right_runs, misses, alarms, healthy = 0, [], [], 0
+        for seed in seeds:
+            for kind in (None, *KINDS):
+                path = folder / f"{name}-{(kind or 'healthy').replace(' ', '_').replace('/', 'over')}-{seed}"
+                path.mkdir(parents=True, exist_ok=True)
+                file, right = run(kind, seed, path)
+                (foreign,) = read(file)
+                findings = judge_run(foreign)
+                causes = ranked_causes(findings)
+                if kind is None:
+                    healthy += 1
+                    alarms += [finding.symptom for finding in findings if finding.severity != "note"]
+                elif causes and causes[0] in right:
+                    right_runs += 1
+                else:
+                    misses.append({"kind": kind, "seed": seed, "right": right, "named": causes[:3]})
+        total = len(seeds) * len(KINDS)
+        result[name] = {
+            "runs": total,
+            "top_1": right_runs / max(1, total),
+            "misses": misses,
+            "healthy": healthy,
+            "alarms": alarms,
+        }
+    return result
+
+
 def seeds_of(text: str) -> range:
     first, last = text.split(":")
     return range(int(first), int(last))
@@ -130,6 +167,7 @@ def main() -> None:
     parser.add_argument("--tuned", type=seeds_of, default=range(2))
     parser.add_argument("--held-out", type=seeds_of, default=range(100, 102))
     parser.add_argument("--healthy", type=seeds_of, default=range(50))
+    parser.add_argument("--frameworks", type=seeds_of, default=range(0))
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
@@ -146,6 +184,7 @@ def main() -> None:
             "hardware": f"{platform.machine()}, {os.cpu_count()} processors", "torch": torch.__version__,
             "formats": sorted(WRITERS), "tuned": score(arguments.tuned, folder),
             "held_out": score(arguments.held_out, folder), "healthy": score_healthy(arguments.healthy, folder),
+            "frameworks": score_frameworks(arguments.frameworks, folder),
         }  # fmt: skip
     result["seconds"] = round(time.time() - began)
     text = json.dumps(result, indent=2)

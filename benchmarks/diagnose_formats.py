@@ -46,27 +46,33 @@ def write_megatron(run: TinyRun, path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def step_tokens(run: TinyRun) -> int:
+    return run.settings["block_size"] * run.settings["batch_size"] * run.settings["gradient_accumulation_steps"]
+
+
 def write_torchtitan(run: TinyRun, path: Path) -> None:
-    lines = []
+    lines, tokens = [], step_tokens(run)
     for record in run.records:
-        memory, tps = record.get("memory_bytes", 2**30) / 2**30, 512 / record["step_s"]
+        memory, tps = record.get("memory_bytes", 2**30) / 2**30, tokens / record["step_s"]
         lines.append(
             f"[titan] 2026-11-19 10:00:00,000 - root - INFO - step: {record['step']:2d}  "
-            f"loss: {record['loss']:8.5f}  grad_norm: {record['grad_norm']:8.4f}  memory: {memory:6.3f}GiB({memory:.2f}%)  "
+            f"loss: {record['loss']:8.5f}  grad_norm: {record['grad_norm']:8.4f}  "
+            f"memory: {memory:6.3f}GiB({memory:.2f}%)  "
             f"tps: {tps:,.0f}  tflops: 0.01  mfu: 0.01%"
         )
     path.write_text("\n".join(lines) + "\n")
 
 
 def write_nanochat(run: TinyRun, path: Path) -> None:
-    lines = []
+    lines, tokens = [], step_tokens(run)
     for record in run.records:
         if "validation_loss" in record:
             lines.append(f"Step {record['step']:05d} | Validation loss: {record['validation_loss']:.6f}")
         share, factor = 100 * record["step"] / run.total, record["lr"] / run.settings["learning_rate"]
         lines.append(
             f"step {record['step']:05d}/{run.total:05d} ({share:.2f}%) | loss: {record['loss']:.6f} | "
-            f"lrm: {factor:.4f} | dt: {1000 * record['step_s']:.2f}ms | tok/sec: {512 / record['step_s']:,.0f} | mfu: 0.01"
+            f"lrm: {factor:.4f} | dt: {1000 * record['step_s']:.2f}ms | "
+            f"tok/sec: {tokens / record['step_s']:,.0f} | mfu: 0.01"
         )
     path.write_text("\n".join(lines) + "\n")
 
@@ -140,6 +146,7 @@ CARRIES = {
     "lightning": {"lr", "grad_norm", "step_s", "data_wait_s", "validation_loss", "memory_bytes", "loss_scale", "epoch"},
     "jsonl": {"lr", "grad_norm", "step_s", "data_wait_s", "validation_loss", "memory_bytes", "loss_scale", "epoch"},
     "hf_trainer": {
-        "lr", "grad_norm", "step_s", "data_wait_s", "validation_loss", "memory_bytes", "loss_scale", "epoch", "settings",
+        "lr", "grad_norm", "step_s", "data_wait_s", "validation_loss", "memory_bytes", "loss_scale", "epoch",
+        "settings",
     },
 }  # fmt: skip

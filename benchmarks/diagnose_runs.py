@@ -118,6 +118,40 @@ def rate_at(plan: Plan, step: int) -> float:
     return plan.lr * factor
 
 
+class RowOrder:
+    """Rows in a random order, shuffled in each epoch."""
+
+    def __init__(self, starts: list[int], draw: random.Random) -> None:
+        self.order, self.draw, self.position = list(starts), draw, 0
+        draw.shuffle(self.order)
+
+    def take(self, count: int) -> list[int]:
+        if self.position + count > len(self.order):
+            self.draw.shuffle(self.order)
+            self.position = 0
+        self.position += count
+        return self.order[self.position - count : self.position]
+
+
+@dataclass
+class HalfScale:
+    """A loss scale as a GradScaler with fp16 gradients keeps it: what overflows half precision is not applied."""
+
+    scale: float = 2.0**14
+    skipped: int = 0
+
+    def unscale(self, parameters: list[nn.Parameter], step: int, record: Record) -> bool:
+        """Divides the gradients and adapts the scale. False if they overflow."""
+        overflow = any(not bool(p.grad.half().isfinite().all()) for p in parameters)
+        for p in parameters:
+            p.grad.div_(self.scale)
+        record["loss_scale"] = self.scale
+        self.scale = max(self.scale / 2, 2.0**-10) if overflow else self.scale * (2 if step % 100 == 99 else 1)
+        self.skipped += overflow
+        record["skipped_steps"] = self.skipped
+        return not overflow
+
+
 def train(plan: Plan) -> list[Record]:
     """Runs the loop of a plan: AdamW, clipping, accumulation, evaluations."""
     torch.manual_seed(plan.seed)
@@ -130,19 +164,17 @@ def train(plan: Plan) -> list[Record]:
     trained = copy.deepcopy(model) if plan.frozen else model
     optimizer = make_optimizer(trained)
     validation = rows_of(held_out, [draw.randrange(len(held_out) - CONTEXT - 1) for _ in range(VALIDATION_ROWS)])
-    scale, skipped, offset, records = 2.0**14, 0, 0, []
+    half, offset, records = HalfScale(), 0, []
     starts = list(range(0, len(training) - CONTEXT - 1, CONTEXT))
     per_step = plan.rows * plan.accumulation
-    order = list(starts)
-    position = 0
-    draw.shuffle(order)
+    order = RowOrder(starts, draw)
     for step in range(plan.steps):
         began = time.perf_counter()
         if plan.restart_at and step == plan.restart_at:
             optimizer = make_optimizer(trained) if "optimizer" in plan.lose else optimizer
             offset = step if "schedule" in plan.lose else 0
             if "position" in plan.lose:
-                position = 0
+                order.position = 0
         if plan.on_model:
             plan.on_model(step, model)
         rate = rate_at(plan, step - offset) * (plan.rate_factor(step) if plan.rate_factor else 1.0)
@@ -151,15 +183,7 @@ def train(plan: Plan) -> list[Record]:
         waiting = time.perf_counter()
         if plan.wait_s:
             time.sleep(plan.wait_s(step))
-        if plan.order:
-            chosen = plan.order(step, per_step)
-        else:
-            if position + per_step > len(order):
-                draw.shuffle(order)
-                position = 0
-            chosen = order[position : position + per_step]
-            position += per_step
-        batch = rows_of(training, chosen)
+        batch = rows_of(training, plan.order(step, per_step) if plan.order else order.take(per_step))
         batch = plan.on_batch(step, batch) if plan.on_batch else batch
         waited = time.perf_counter() - waiting
         optimizer.zero_grad(set_to_none=True)
@@ -167,21 +191,13 @@ def train(plan: Plan) -> list[Record]:
         for part in batch.chunk(plan.accumulation):
             loss = loss_of(plan, model, part, step)
             total += float(loss.detach())
-            (loss * (scale if plan.scaled_fp16 else 1.0)).backward()
+            (loss * (half.scale if plan.scaled_fp16 else 1.0)).backward()
         record: Record = {"step": step + 1, "loss": total, "lr": rate, "data_wait_s": waited}
         parameters = [p for p in model.parameters() if p.grad is not None]
-        if plan.scaled_fp16:
-            # As a GradScaler with fp16 gradients does: what overflows half precision is not applied.
-            overflow = any(not bool(p.grad.half().isfinite().all()) for p in parameters)
-            for p in parameters:
-                p.grad.div_(scale)
-            record["loss_scale"] = scale
-            scale = max(scale / 2, 2.0**-10) if overflow else scale * (2 if step % 100 == 99 else 1)
-            skipped += overflow
-            record["skipped_steps"] = skipped
+        usable = not plan.scaled_fp16 or half.unscale(parameters, step, record)
         norm = float(nn.utils.clip_grad_norm_(parameters, plan.clip)) if parameters else 0.0
         record["grad_norm"] = norm
-        if not (plan.scaled_fp16 and overflow) and (math.isfinite(norm) or not plan.skip_nonfinite):
+        if usable and (math.isfinite(norm) or not plan.skip_nonfinite):
             if plan.frozen:
                 for p, q in zip(trained.parameters(), model.parameters(), strict=True):
                     p.grad = q.grad

@@ -255,3 +255,14 @@ def test_short_and_empty_runs() -> None:
     for points in (1, 2, 5, 9, 17):
         assert loud(judge_run(run(loss=falling()[:points], lr=warm_cosine()[:points]))) == []
     assert judge_run(run(loss=np.array([]), grad_norm=np.array([]))) == []
+
+
+def test_a_run_of_many_steps_is_judged_in_seconds() -> None:
+    """Shapes are found on thinned curves, spikes on every point."""
+    n = 120_000
+    steps, rng = np.arange(n), np.random.default_rng(0)
+    loss = 2.2 + 3 * np.exp(-steps / 8000) + rng.normal(0, 0.05, n)
+    loss[70_001] = 7.0
+    rates = 3e-4 * np.minimum(1, (steps + 1) / 2000) * (0.55 + 0.45 * np.cos(np.pi * steps / n))
+    findings = judge_run(run(loss=(steps, loss), lr=(steps, rates), step_s=(steps, np.full(n, 0.2))))
+    assert [finding.step for finding in loud(findings)] == [70_001]

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from bessemer.diagnose.rules.causes import make_finding, rank
-from bessemer.diagnose.rules.curve import Curve, trend
-from bessemer.diagnose.rules.view import RunView
+from bessemer.diagnose.rules.curve import MetricCurve, trend
+from bessemer.diagnose.rules.view import JudgedRun
 from bessemer.run.finding import Finding
 
 LEAST = 8  # points of a series that is judged
 
 
-def judge_alignment(view: RunView) -> list[Finding]:
+def judge_alignment(view: JudgedRun) -> list[Finding]:
     findings: list[Finding | None] = []
     if view.preference:
         findings += [judge_reference(view), judge_displacement(view), judge_pairs(view), judge_margin(view)]
@@ -25,19 +25,19 @@ def judge_alignment(view: RunView) -> list[Finding]:
     return [finding for finding in findings if finding]
 
 
-def _ends(curve: Curve) -> tuple[float, float]:
+def _ends(curve: MetricCurve) -> tuple[float, float]:
     """The levels of the first and last tenth."""
     return curve.level(0.1, end=False, least=2), curve.level(0.1, least=2)
 
 
 def _finding(
-    text: str, causes: list[Any], curve: Curve, severity: str, step: int | None = None, **evidence: Any
+    text: str, causes: list[Any], curve: MetricCurve, severity: str, step: int | None = None, **evidence: Any
 ) -> Finding:
     where = int(curve.steps[-1]) if step is None else step
     return make_finding(text, causes, severity, where, evidence)
 
 
-def _crossing(curve: Curve, limit: float, above: bool = True) -> int:
+def _crossing(curve: MetricCurve, limit: float, above: bool = True) -> int:
     """The first step from which the smoothed curve is beyond a limit."""
     smooth = curve.smooth(2)
     beyond = np.flatnonzero(smooth > limit if above else smooth < limit)
@@ -47,7 +47,7 @@ def _crossing(curve: Curve, limit: float, above: bool = True) -> int:
 # --- pairs
 
 
-def judge_reference(view: RunView) -> Finding | None:
+def judge_reference(view: JudgedRun) -> Finding | None:
     """The first loss of a sigmoid DPO is ln 2 and the first margin 0."""
     margin, loss = view.curve("reward_margin", 2), view.curve("loss", 2)
     if margin is None or loss is None or loss.steps[0] > 0.02 * max(view.last_step, 50) + 1:
@@ -65,7 +65,7 @@ def judge_reference(view: RunView) -> Finding | None:
     return _finding(text, causes, margin, "warning", int(loss.steps[0]), first_loss=start, first_margin=first)
 
 
-def judge_displacement(view: RunView) -> Finding | None:
+def judge_displacement(view: JudgedRun) -> Finding | None:
     chosen, rejected = view.curve("chosen_logp", LEAST), view.curve("rejected_logp", LEAST)
     name = "log-probability"
     if chosen is None or rejected is None:
@@ -89,7 +89,7 @@ def judge_displacement(view: RunView) -> Finding | None:
     )
 
 
-def judge_pairs(view: RunView) -> Finding | None:
+def judge_pairs(view: JudgedRun) -> Finding | None:
     """Accuracy 1 and a large margin within the first fifth."""
     accuracy, margin = view.curve("accuracy", LEAST), view.curve("reward_margin", LEAST)
     if accuracy is None or margin is None:
@@ -115,7 +115,7 @@ def judge_pairs(view: RunView) -> Finding | None:
     )
 
 
-def judge_margin(view: RunView) -> Finding | None:
+def judge_margin(view: JudgedRun) -> Finding | None:
     accuracy, margin = view.curve("accuracy", LEAST), view.curve("reward_margin", LEAST)
     if accuracy is None or margin is None:
         return None
@@ -131,7 +131,7 @@ def judge_margin(view: RunView) -> Finding | None:
 # --- reinforcement learning
 
 
-def judge_kl(view: RunView) -> Finding | None:
+def judge_kl(view: JudgedRun) -> Finding | None:
     kl = view.curve("kl", LEAST)
     if kl is None:
         return None
@@ -148,7 +148,7 @@ def judge_kl(view: RunView) -> Finding | None:
     )
 
 
-def judge_entropy(view: RunView) -> Finding | None:
+def judge_entropy(view: JudgedRun) -> Finding | None:
     entropy = view.curve("entropy", LEAST)
     if entropy is None:
         return None
@@ -166,7 +166,7 @@ def judge_entropy(view: RunView) -> Finding | None:
     )
 
 
-def judge_groups(view: RunView) -> Finding | None:
+def judge_groups(view: JudgedRun) -> Finding | None:
     flat, spread, reward = (
         view.curve("flat_groups", LEAST),
         view.curve("reward_std", LEAST),
@@ -187,7 +187,7 @@ def judge_groups(view: RunView) -> Finding | None:
     )
 
 
-def judge_cuts(view: RunView) -> Finding | None:
+def judge_cuts(view: JudgedRun) -> Finding | None:
     cut = view.curve("cut_answers", LEAST)
     if cut is None or cut.level(0.3) <= 0.3:
         return None
@@ -199,7 +199,7 @@ def judge_cuts(view: RunView) -> Finding | None:
     )
 
 
-def judge_ratio(view: RunView) -> Finding | None:
+def judge_ratio(view: JudgedRun) -> Finding | None:
     ratio = view.curve("importance_ratio", LEAST)
     if ratio is None:
         return None
@@ -212,7 +212,7 @@ def judge_ratio(view: RunView) -> Finding | None:
     return _finding(text, causes, ratio, "critical" if abs(level - 1) > 0.3 else "warning", worst, ratio=level)
 
 
-def judge_reward(view: RunView) -> Finding | None:
+def judge_reward(view: JudgedRun) -> Finding | None:
     """Reward against held-out scores and length, and rewards that fall for good."""
     reward, length = view.curve("reward", 2 * LEAST), view.curve("answer_length", LEAST)
     if reward is None:
@@ -234,16 +234,16 @@ def judge_reward(view: RunView) -> Finding | None:
     if rises and (score_falls or (flat_score and grown)):
         causes = rank(view, reward_hacking=0.85, length_growth=0.3, kl_blowup=0.2)
         text = f"the reward rises from {first:.3g} to {last:.3g}, {held_out.name if held_out else ''} does not"
-        return _finding(text, causes, reward, "warning", **evidence)
+        return make_finding(text, causes, "warning", reward.steps[-1], evidence)
     if grown and length is not None and not rises:
         causes = rank(view, length_growth=0.8, reward_hacking=0.2, answers_cut=0.2)
         text = f"{growth} while the reward stays at {last:.3g}"
-        return _finding(text, causes, length, "warning", **evidence)
+        return make_finding(text, causes, "warning", length.steps[-1], evidence)
     span = top - first
     if span > 4 * noise and top - last > max(0.5 * span, 5 * noise):
         step = int(reward.steps[int(np.argmax(smooth))])
         causes = rank(view, reward_collapse=0.75, kl_blowup=0.4, entropy_collapse=0.2)
-        return _finding(f"the reward falls from {top:.3g} to {last:.3g}", causes, reward, "critical", step, **evidence)
+        return make_finding(f"the reward falls from {top:.3g} to {last:.3g}", causes, "critical", step, evidence)
     if rises and grown and held_out is None and length is not None:
         causes = rank(view, reward_hacking=0.35, length_growth=0.25)
         text = f"{growth} as the reward rises"

@@ -6,13 +6,13 @@ from typing import Any
 
 from bessemer.diagnose.rules.config import config_line
 from bessemer.diagnose.rules.runbook import RUNBOOK
-from bessemer.diagnose.rules.view import RunView
+from bessemer.diagnose.rules.view import JudgedRun
 from bessemer.run.finding import Cause, Finding
 
 LEAST = 0.05  # confidence under which a cause is not worth a line
 
 
-def rank(view: RunView, **scores: float) -> list[Cause]:
+def rank(view: JudgedRun, **scores: float) -> list[Cause]:
     """Causes by identifier, with their confidence."""
     causes = []
     for name, confidence in scores.items():
@@ -28,7 +28,7 @@ def make_finding(
     return Finding.of_causes(text, causes, severity=severity, step=int(step), evidence=evidence, unknown=unknown)
 
 
-def suggested_value(view: RunView, setting: str, factor: float) -> Any:
+def suggested_value(view: JudgedRun, setting: str, factor: float) -> Any:
     """What the run should set: from its own value where that is known, else a usual one."""
     if setting == "lr":
         rates = view.curve("lr")

@@ -18,7 +18,7 @@ NORMAL = 1.4826  # standard deviation of a normal distribution over its median a
 
 
 @dataclass(frozen=True)
-class Curve:
+class MetricCurve:
     """The finite points of a series. `bad_steps` are the steps whose value was not finite."""
 
     name: str
@@ -28,25 +28,29 @@ class Curve:
     mean_of: int = 1
 
     @staticmethod
-    def of(series: Series) -> Curve:
+    def of(series: Series) -> MetricCurve:
         finite = np.isfinite(series.values)
-        return Curve(series.name, series.steps[finite], series.values[finite], series.steps[~finite], series.mean_of)
+        return MetricCurve(
+            series.name, series.steps[finite], series.values[finite], series.steps[~finite], series.mean_of
+        )
 
     def __len__(self) -> int:
         return len(self.steps)
 
-    def part(self, start: int, stop: int | None = None) -> Curve:
+    def part(self, start: int, stop: int | None = None) -> MetricCurve:
         """Points from index `start` to `stop`."""
-        return Curve(self.name, self.steps[start:stop], self.values[start:stop], self.bad_steps, self.mean_of)
+        return MetricCurve(self.name, self.steps[start:stop], self.values[start:stop], self.bad_steps, self.mean_of)
 
-    def before(self, step: float) -> Curve:
+    def before(self, step: float) -> MetricCurve:
         return self.part(0, int(np.searchsorted(self.steps, step)))
 
-    def since(self, step: float) -> Curve:
+    def since(self, step: float) -> MetricCurve:
         return self.part(int(np.searchsorted(self.steps, step)))
 
     def level(self, share: float, end: bool = True, least: int = 3) -> float:
-        """Median of the last (or first) share of the points, of at least `least` of them."""
+        """Median of the last (or first) share of the points, of at least `least` of them; NaN if there is none."""
+        if not len(self):
+            return math.nan
         count = max(least, round(share * len(self)))
         return float(np.median(self.values[-count:] if end else self.values[:count]))
 
@@ -61,6 +65,16 @@ class Curve:
         """Running median over `reach` points on both sides, fewer at the ends."""
         n = len(self)
         return np.array([np.median(self.values[max(0, i - reach) : i + reach + 1]) for i in range(n)])
+
+    def thinned(self, most: int = 2000) -> MetricCurve:
+        """At most `most` points, each the median of its neighbours: for shapes of runs with very many steps."""
+        width = -(-len(self) // most)
+        if width <= 1:
+            return self
+        rows = len(self) // width
+        values = np.median(self.values[: rows * width].reshape(rows, width), axis=1)
+        steps = self.steps[: rows * width].reshape(rows, width)[:, width // 2]
+        return MetricCurve(self.name, steps, values, self.bad_steps, self.mean_of * width)
 
     def chunks(self, count: int) -> Values:
         """Medians of `count` equal parts."""
@@ -93,27 +107,29 @@ class Outlier:
         return (self.value - self.usual) / max(abs(self.usual), 1e-9)
 
 
-def find_outliers(curve: Curve, sigmas: float = 8.0, least_rise: float = 0.15, window: int = 64) -> list[Outlier]:
+def find_outliers(curve: MetricCurve, sigmas: float = 8.0, least_rise: float = 0.15, window: int = 64) -> list[Outlier]:
     """Upward outliers, the first point of each. The limit grows with the tails that the run shows elsewhere."""
     outliers: list[Outlier] = []
     n, skip_until = len(curve), -1
     scale = np.zeros(n)
-    for i in range(8, n):
-        scale[i] = curve.part(max(0, i - window), i).noise()
+    stride = 1 + n // 4000
+    for i in range(8, n, stride):
+        scale[i : i + stride] = curve.part(max(0, i - window), i).noise()
     floor = max(0.01 * float(np.median(np.abs(curve.values))), 0.7 * curve.noise()) if n else 0.0
     unit = 0.05 * float(np.median(np.abs(curve.values[:4]))) if n else 0.0  # a loss of almost zero has no spikes
-    deviations = np.zeros(n)
     usual = np.zeros(n)
-    for i in range(8, n):
-        recent = curve.values[max(0, i - 16) : i]
-        usual[i] = np.median(recent)
-        deviations[i] = (curve.values[i] - usual[i]) / max(scale[i], floor, 1e-12)
+    for i in range(8, min(16, n)):
+        usual[i] = np.median(curve.values[:i])
+    if n > 16:
+        usual[16:] = np.median(np.lib.stride_tricks.sliding_window_view(curve.values[:-1], 16), axis=1)
+    deviations = (curve.values - usual) / np.maximum(scale, max(floor, 1e-12))
+    deviations[:8] = 0.0
     ordinary = deviations[8:]
     # Heavy-tailed curves have to clear a higher bar; a slow return of up to a seventh of the run does not raise it.
     limit = max(sigmas, 5 * float(np.quantile(ordinary, 0.85))) if len(ordinary) >= 32 else 1.5 * sigmas
-    for i in range(8, n):
+    for i in np.flatnonzero(deviations > limit).tolist():
         rise = curve.values[i] - usual[i]
-        if i <= skip_until or deviations[i] <= limit or rise < least_rise * max(abs(usual[i]), unit):
+        if i <= skip_until or rise < least_rise * max(abs(usual[i]), unit):
             continue
         peak = i + int(np.argmax(curve.values[i : i + 8]))
         after = curve.values[peak + 1 : peak + 6]
@@ -140,7 +156,7 @@ def find_period(steps: list[int] | npt.NDArray[np.int64], tolerance: float = 0.1
     return round(period) if period >= 2 and np.mean(regular) >= 0.9 and np.mean(multiples <= 3) > 0.9 else None
 
 
-def find_cycle(curve: Curve, longest: int = 64) -> tuple[int, float, float] | None:
+def find_cycle(curve: MetricCurve, longest: int = 64) -> tuple[int, float, float] | None:
     """A pattern that repeats: its period in points, the share of the variance that it explains, its swing. The means
     of the phases must agree between two halves of the curve."""
     n = len(curve)
@@ -166,8 +182,9 @@ def find_cycle(curve: Curve, longest: int = 64) -> tuple[int, float, float] | No
     return best
 
 
-def find_level_shift(curve: Curve, least: int = 8) -> tuple[int, float, float] | None:
+def find_level_shift(curve: MetricCurve, least: int = 8) -> tuple[int, float, float] | None:
     """The index at which the level changes most, with the medians before and after, if they are well apart."""
+    curve = curve.thinned()
     n = len(curve)
     if n < 2 * least:
         return None
@@ -177,13 +194,15 @@ def find_level_shift(curve: Curve, least: int = 8) -> tuple[int, float, float] |
         gap = abs(float(np.median(values[i:]) - np.median(values[:i])))
         if gap > best:
             best, at = gap, i
+    if not at:
+        return None
     before, after = curve.values[:at], curve.values[at:]
-    spread = max(float(NORMAL * np.median(np.abs(part - np.median(part)))) for part in (before, after)) if at else 0.0
+    spread = max(float(NORMAL * np.median(np.abs(part - np.median(part)))) for part in (before, after))
     low, high = float(np.median(before)), float(np.median(after))
-    return (at, low, high) if at and abs(high - low) > 3 * spread else None
+    return (at, low, high) if abs(high - low) > 3 * spread else None
 
 
-def trend(curve: Curve) -> float:
+def trend(curve: MetricCurve) -> float:
     """Spearman's correlation of the medians of ten parts with time: 1 rises in every part."""
     parts = curve.chunks(10)
     if len(parts) < 5:

@@ -7,17 +7,17 @@ import math
 import numpy as np
 
 from bessemer.diagnose.rules.causes import make_finding, rank
-from bessemer.diagnose.rules.curve import Curve, trend
-from bessemer.diagnose.rules.view import RunView
+from bessemer.diagnose.rules.curve import MetricCurve, trend
+from bessemer.diagnose.rules.view import JudgedRun
 from bessemer.run.finding import Finding
 
 
-def judge_data(view: RunView) -> list[Finding]:
+def judge_data(view: JudgedRun) -> list[Finding]:
     findings = [judge_overfitting(view), judge_epochs(view), *judge_validation_gap(view), *judge_inside(view)]
     return [finding for finding in findings if finding]
 
 
-def judge_overfitting(view: RunView) -> Finding | None:
+def judge_overfitting(view: JudgedRun) -> Finding | None:
     """Held-out loss above its minimum and rising while training loss falls."""
     loss, held_out = view.language_loss, view.curve("validation_loss", 4)
     if loss is None or held_out is None:
@@ -43,7 +43,7 @@ def judge_overfitting(view: RunView) -> Finding | None:
     return make_finding(text, causes, severity, step, evidence)
 
 
-def judge_validation_gap(view: RunView) -> list[Finding]:
+def judge_validation_gap(view: JudgedRun) -> list[Finding]:
     """Held-out loss below training loss, a sudden fall of it, or far above from the first evaluation on."""
     loss, held_out = view.language_loss, view.curve("validation_loss", 3)
     if loss is None or held_out is None or len(loss) < 12:
@@ -80,13 +80,13 @@ def judge_validation_gap(view: RunView) -> list[Finding]:
     return []
 
 
-def _training_at(loss: Curve, step: int) -> float:
+def _training_at(loss: MetricCurve, step: int) -> float:
     """Training loss around a step: the median of the eight last points up to it, or of the next where it starts."""
     before = loss.before(step + 1).values[-8:]
     return float(np.median(before if len(before) >= 2 else loss.values[:2]))
 
 
-def _sudden_fall(held_out: Curve, loss: Curve) -> tuple[int, float, float] | None:
+def _sudden_fall(held_out: MetricCurve, loss: MetricCurve) -> tuple[int, float, float] | None:
     """A fall of held-out loss between two evaluations that is far larger than its neighbours and than training's."""
     values = held_out.values
     if len(values) < 5:
@@ -106,7 +106,7 @@ def _sudden_fall(held_out: Curve, loss: Curve) -> tuple[int, float, float] | Non
     return None
 
 
-def judge_epochs(view: RunView) -> Finding | None:
+def judge_epochs(view: JudgedRun) -> Finding | None:
     """Training loss that steps down where epochs start."""
     loss, epochs = view.language_loss, view.curve("epoch", 8)
     if loss is None or epochs is None or len(loss) < 32:
@@ -140,7 +140,7 @@ def judge_epochs(view: RunView) -> Finding | None:
     return make_finding(text, causes, severity, turns[0], evidence)
 
 
-def judge_inside(view: RunView) -> list[Finding]:
+def judge_inside(view: JudgedRun) -> list[Finding]:
     """Dead units and routers, where a series shows them."""
     findings = []
     for curve in view.curves_like(r"dead|zero_(share|fraction)|inactive"):
@@ -164,7 +164,7 @@ def judge_inside(view: RunView) -> list[Finding]:
     return findings
 
 
-def _router_finding(view: RunView, curve: Curve, last: float) -> Finding:
+def _router_finding(view: JudgedRun, curve: MetricCurve, last: float) -> Finding:
     causes = rank(view, router_collapse=0.85, lr_too_high=0.25)
     evidence = {"first": round(float(curve.values[0]), 4), "last": round(last, 4)}
     text = f"{curve.name} goes from {curve.values[0]:.3g} to {last:.3g}"

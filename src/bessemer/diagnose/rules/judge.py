@@ -7,7 +7,7 @@ from bessemer.diagnose.rules.data import judge_data
 from bessemer.diagnose.rules.loss import judge_gradients, judge_loss
 from bessemer.diagnose.rules.rates import judge_rates
 from bessemer.diagnose.rules.speed import judge_speed
-from bessemer.diagnose.rules.view import RunView
+from bessemer.diagnose.rules.view import JudgedRun
 from bessemer.observe.foreign.series import ForeignRun
 from bessemer.run.finding import SEVERITIES, Finding
 
@@ -40,7 +40,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
 
 def judge_run(run: ForeignRun) -> list[Finding]:
     """Findings of a run, the most severe and probable first. Empty for a run in which nothing stands out."""
-    view = RunView(run)
+    view = JudgedRun(run)
     findings = [
         *judge_loss(view), *judge_gradients(view), *judge_rates(view), *judge_data(view), *judge_speed(view),
         *judge_alignment(view),

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from bessemer.diagnose.rules.causes import make_finding, rank
-from bessemer.diagnose.rules.curve import Curve, Outlier, find_cycle, find_outliers, find_period, trend
-from bessemer.diagnose.rules.view import RunView
+from bessemer.diagnose.rules.curve import MetricCurve, Outlier, find_cycle, find_outliers, find_period, trend
+from bessemer.diagnose.rules.view import JudgedRun
 from bessemer.run.finding import Cause, Finding
 
 START_MARGIN = 0.3  # nats around ln V at the start
@@ -17,7 +17,7 @@ SCALES_OF_START = 0.08  # tolerance of the first loss over a multiple of ln V
 HIGH_RATE = 0.03  # of Adam
 
 
-def judge_loss(view: RunView) -> list[Finding]:
+def judge_loss(view: JudgedRun) -> list[Finding]:
     findings: list[Finding] = []
     if broken := judge_nonfinite(view):
         findings.append(broken)
@@ -26,9 +26,10 @@ def judge_loss(view: RunView) -> list[Finding]:
     loss = view.language_loss
     if loss is None or (broken and len(loss) < 16) or any(finding.rule == "labels_masked" for finding in start):
         return findings
+    every_point, loss = loss, loss.thinned()
     shape = judge_divergence(view, loss) or judge_stuck(view, loss)
     findings += [shape] if shape else []
-    findings += judge_spikes(view, loss, shape)
+    findings += judge_spikes(view, every_point, shape)
     if shape is None:
         findings += [
             finding
@@ -38,7 +39,7 @@ def judge_loss(view: RunView) -> list[Finding]:
     return findings
 
 
-def lr_jump(view: RunView, step: float) -> float:
+def lr_jump(view: JudgedRun, step: float) -> float:
     """Factor by which the rate rises over one logged point around a step; 1 where it does not."""
     rates = view.curve("lr", 4)
     if rates is None:
@@ -56,7 +57,7 @@ def lr_jump(view: RunView, step: float) -> float:
 # --- NaN and infinity
 
 
-def judge_nonfinite(view: RunView) -> Finding | None:
+def judge_nonfinite(view: JudgedRun) -> Finding | None:
     """NaN or infinite losses, also where a framework hides them: a loss of exactly 0 beside a NaN gradient norm."""
     series = view.run.series.get("loss")
     if series is None or not len(series):
@@ -94,7 +95,7 @@ def judge_nonfinite(view: RunView) -> Finding | None:
 
 
 def _nonfinite_causes(
-    view: RunView, steps: Any, first: int, after: int, bad: int, evidence: dict[str, Any]
+    view: JudgedRun, steps: Any, first: int, after: int, bad: int, evidence: dict[str, Any]
 ) -> list[Cause]:
     scores = {
         "nonfinite_input": 0.35,
@@ -131,7 +132,7 @@ def _nonfinite_causes(
     return rank(view, **scores)
 
 
-def has_warmup(view: RunView) -> bool:
+def has_warmup(view: JudgedRun) -> bool:
     """Whether the rate rises at the start, or the settings say so; False also where nothing is known."""
     rates = view.curve("lr", 2)
     if rates is not None and rates.values.max() > 0:
@@ -142,7 +143,7 @@ def has_warmup(view: RunView) -> bool:
 # --- the start
 
 
-def judge_start(view: RunView) -> list[Finding]:
+def judge_start(view: JudgedRun) -> list[Finding]:
     """The first loss against ln(vocabulary), and losses that are zero."""
     loss = view.language_loss
     if loss is None:
@@ -162,7 +163,7 @@ def judge_start(view: RunView) -> list[Finding]:
     return _judge_first_loss(view, loss) or _judge_no_task(view, loss)
 
 
-def _judge_first_loss(view: RunView, loss: Curve) -> list[Finding]:
+def _judge_first_loss(view: JudgedRun, loss: MetricCurve) -> list[Finding]:
     vocabulary = view.number("vocabulary")
     if not vocabulary or vocabulary < 2:
         return []
@@ -193,7 +194,7 @@ def _judge_first_loss(view: RunView, loss: Curve) -> list[Finding]:
     return []
 
 
-def _judge_no_task(view: RunView, loss: Curve) -> list[Finding]:
+def _judge_no_task(view: JudgedRun, loss: MetricCurve) -> list[Finding]:
     """A loss that falls to almost nothing, on held-out data too."""
     evaluation = view.curve("validation_loss", 1)
     first, last = float(loss.values[0]), loss.level(0.1)
@@ -215,7 +216,7 @@ def _judge_no_task(view: RunView, loss: Curve) -> list[Finding]:
 # --- the shape of the curve
 
 
-def judge_divergence(view: RunView, loss: Curve) -> Finding | None:
+def judge_divergence(view: JudgedRun, loss: MetricCurve) -> Finding | None:
     """A loss whose end is far above its best level."""
     if len(loss) < 16:
         return None
@@ -226,7 +227,8 @@ def judge_divergence(view: RunView, loss: Curve) -> Finding | None:
     rise = end - low
     if rise < max(0.2 * gain, 0.04 * abs(low), 4 * noise) or len(loss) - best < 4:
         return None
-    onset = _onset(loss, smooth, best, low + max(0.3 * rise, 2 * noise))
+    above = np.flatnonzero(smooth[best:] > low + max(0.3 * rise, 2 * noise))
+    onset = best + int(above[0]) if len(above) else best
     step = int(loss.steps[onset])
     evidence = {"lowest": round(low, 4), "lowest_step": int(loss.steps[best]), "last": round(end, 4), "onset": step}
     causes = _rise_causes(view, loss, step, onset, evidence)
@@ -235,12 +237,7 @@ def judge_divergence(view: RunView, loss: Curve) -> Finding | None:
     return make_finding(text, causes, severity, step, evidence)
 
 
-def _onset(loss: Curve, smooth: Any, best: int, limit: float) -> int:
-    above = np.flatnonzero(smooth[best:] > limit)
-    return best + int(above[0]) if len(above) else best
-
-
-def _rise_causes(view: RunView, loss: Curve, step: int, onset: int, evidence: dict[str, Any]) -> list[Cause]:
+def _rise_causes(view: JudgedRun, loss: MetricCurve, step: int, onset: int, evidence: dict[str, Any]) -> list[Cause]:
     scores = {"lr_too_high": 0.5, "diverged": 0.2, "weights_damaged": 0.15, "bad_batch": 0.1}
     early = onset <= max(8, 0.12 * len(loss))
     if early and not has_warmup(view):
@@ -271,14 +268,14 @@ def _rise_causes(view: RunView, loss: Curve, step: int, onset: int, evidence: di
     return rank(view, **scores)
 
 
-def _jump_share(loss: Curve, onset: int) -> float:
+def _jump_share(loss: MetricCurve, onset: int) -> float:
     """The largest rise between two neighbours around the onset, as a share of the whole rise."""
     around = loss.values[max(0, onset - 6) : onset + 8]
     whole_rise = float(around.max() - np.median(around[:3]))
     return float(np.diff(around).max()) / whole_rise if whole_rise > 0 else 0.0
 
 
-def judge_stuck(view: RunView, loss: Curve) -> Finding | None:
+def judge_stuck(view: JudgedRun, loss: MetricCurve) -> Finding | None:
     """A loss that never falls, or falls along a line: nothing is trained, or too slowly or wildly."""
     if len(loss) < 16:
         return None
@@ -319,7 +316,7 @@ def judge_stuck(view: RunView, loss: Curve) -> Finding | None:
     return make_finding(text, causes, "critical", loss.steps[-1], evidence)
 
 
-def _judge_slow(view: RunView, loss: Curve, parts: Any, evidence: dict[str, Any]) -> Finding | None:
+def _judge_slow(view: JudgedRun, loss: MetricCurve, parts: Any, evidence: dict[str, Any]) -> Finding | None:
     """A straight fall that covers little: the rate is too low."""
     rates = view.curve("lr", 2)
     if len(loss) < 32 or (rates is not None and np.argmax(rates.values) > 0.5 * len(rates)):
@@ -343,7 +340,7 @@ def _judge_slow(view: RunView, loss: Curve, parts: Any, evidence: dict[str, Any]
 # --- spikes
 
 
-def judge_spikes(view: RunView, loss: Curve, shape: Finding | None) -> list[Finding]:
+def judge_spikes(view: JudgedRun, loss: MetricCurve, shape: Finding | None) -> list[Finding]:
     """Rises that come back, sorted by shape: their own step, building up, or at once with a slow return."""
     reach = max(1, loss.mean_of)
     outliers = find_outliers(loss, 8.0, 0.15 if reach == 1 else 0.06)
@@ -357,7 +354,7 @@ def judge_spikes(view: RunView, loss: Curve, shape: Finding | None) -> list[Find
     return findings
 
 
-def _explain_quick(view: RunView, loss: Curve, outliers: list[Outlier]) -> Finding:
+def _explain_quick(view: JudgedRun, loss: MetricCurve, outliers: list[Outlier]) -> Finding:
     largest = max(outliers, key=lambda outlier: outlier.rise)
     norm = view.curve("grad_norm", 16)
     evidence: dict[str, Any] = {
@@ -373,7 +370,9 @@ def _explain_quick(view: RunView, loss: Curve, outliers: list[Outlier]) -> Findi
     if period:
         evidence["period"] = period
         scores.update(data_ordered=0.5)
-    if len(outliers) > max(6, 0.03 * len(loss)) and not period:
+    if (peak_rate(view) or 0.0) > HIGH_RATE:
+        scores.update(lr_too_high=0.8, bad_batch=0.5)
+    elif len(outliers) > max(6, 0.03 * len(loss)) and not period:
         scores.update(lr_too_high=0.45)
     causes = rank(view, **scores)
     times = f"{len(outliers)} times, most at" if len(outliers) > 1 else "at"
@@ -383,7 +382,7 @@ def _explain_quick(view: RunView, loss: Curve, outliers: list[Outlier]) -> Findi
     return make_finding(text, causes, severity, largest.step, evidence)
 
 
-def _explain_slow(view: RunView, loss: Curve, outlier: Outlier, outliers: list[Outlier]) -> Finding:
+def _explain_slow(view: JudgedRun, loss: MetricCurve, outlier: Outlier, outliers: list[Outlier]) -> Finding:
     step = outlier.step
     evidence: dict[str, Any] = {
         "steps": [other.step for other in outliers[:20]], "value": round(outlier.value, 4),
@@ -400,7 +399,7 @@ def _explain_slow(view: RunView, loss: Curve, outlier: Outlier, outliers: list[O
 # --- oscillation, plateau
 
 
-def judge_oscillation(view: RunView, loss: Curve) -> Finding | None:
+def judge_oscillation(view: JudgedRun, loss: MetricCurve) -> Finding | None:
     """A cycle that repeats in both halves of the last three quarters."""
     if len(loss) < 96:
         return None
@@ -418,12 +417,12 @@ def judge_oscillation(view: RunView, loss: Curve) -> Finding | None:
     return make_finding(text, causes, "warning", loss.steps[-1], evidence)
 
 
-def peak_rate(view: RunView) -> float | None:
+def peak_rate(view: JudgedRun) -> float | None:
     rates = view.curve("lr")
     return view.number("lr") or (float(rates.values.max()) if rates is not None else None)
 
 
-def judge_high_rate(view: RunView, loss: Curve) -> Finding | None:
+def judge_high_rate(view: JudgedRun, loss: MetricCurve) -> Finding | None:
     """A rate that hardly any language model bears with Adam, and a loss that stops falling early."""
     peak, optimizer = peak_rate(view), str(view.setting("optimizer") or "").lower()
     if peak is None or peak < HIGH_RATE or len(loss) < 48 or any(name in optimizer for name in ("sgd", "muon", "lars")):
@@ -439,7 +438,7 @@ def judge_high_rate(view: RunView, loss: Curve) -> Finding | None:
     return make_finding(text, causes, "warning", half.steps[0], evidence)
 
 
-def judge_plateau(view: RunView, loss: Curve) -> Finding | None:
+def judge_plateau(view: JudgedRun, loss: MetricCurve) -> Finding | None:
     """No fall over the second half while the rate is high. A note: it may be all that can be learned."""
     if len(loss) < 64:
         return None
@@ -457,7 +456,7 @@ def judge_plateau(view: RunView, loss: Curve) -> Finding | None:
     return make_finding(text, causes, "note", half.steps[0], evidence)
 
 
-def judge_gradients(view: RunView) -> list[Finding]:
+def judge_gradients(view: JudgedRun) -> list[Finding]:
     """A gradient norm that grows or shrinks by orders of magnitude while the loss is still high."""
     norm, loss = view.curve("grad_norm", 32), view.curve("loss", 16)
     if norm is None or loss is None or view.reinforcement:

@@ -8,22 +8,22 @@ from typing import Any
 import numpy as np
 
 from bessemer.diagnose.rules.causes import make_finding, rank
-from bessemer.diagnose.rules.curve import Curve
+from bessemer.diagnose.rules.curve import MetricCurve
 from bessemer.diagnose.rules.loss import has_warmup
-from bessemer.diagnose.rules.view import RunView
+from bessemer.diagnose.rules.view import JudgedRun
 from bessemer.run.finding import Finding
 
 SMALL_SCALE = 16
 OVER = 0.012  # of the peak rate: the schedule is over
 
 
-def judge_rates(view: RunView) -> list[Finding]:
+def judge_rates(view: JudgedRun) -> list[Finding]:
     findings = [judge_schedule_end(view), judge_schedule_length(view), judge_warmup(view), judge_batch(view)]
     findings += [judge_loss_scale(view), *judge_restarts(view)]
     return [finding for finding in findings if finding]
 
 
-def judge_schedule_end(view: RunView) -> Finding | None:
+def judge_schedule_end(view: JudgedRun) -> Finding | None:
     """A rate of almost zero while the run goes on."""
     rates = view.curve("lr", 8)
     if rates is None or rates.values.max() <= 0:
@@ -43,7 +43,7 @@ def judge_schedule_end(view: RunView) -> Finding | None:
     return make_finding(text, causes, severity, last_alive, evidence)
 
 
-def judge_schedule_length(view: RunView) -> Finding | None:
+def judge_schedule_length(view: JudgedRun) -> Finding | None:
     """A decay that is far from its end when the run is."""
     rates, total = view.curve("lr", 16), view.run.total_steps
     if rates is None or not total or view.last_step < 0.97 * total or rates.values.max() <= 0:
@@ -70,7 +70,7 @@ def judge_schedule_length(view: RunView) -> Finding | None:
     return make_finding(text, causes, "warning", rates.steps[-1], evidence)
 
 
-def judge_warmup(view: RunView) -> Finding | None:
+def judge_warmup(view: JudgedRun) -> Finding | None:
     """Damage in the first steps: the loss climbs above its start, or gradients are far larger than later."""
     loss = view.language_loss
     if loss is None or len(loss) < 24 or loss.mean_of > 0.02 * view.last_step:
@@ -94,14 +94,14 @@ def judge_warmup(view: RunView) -> Finding | None:
     start = float(rates.values[0] / rates.values.max()) if rates is not None and rates.values.max() > 0 else None
     if start is not None:
         evidence["first_lr_over_peak"] = round(start, 3)
-    warm = 0.75 if recovered and not short else 0.55 if recovered else 0.35
+    warm = 0.75 if recovered and not short else 0.4
     causes = rank(view, warmup_missing=warm, lr_too_high=1.05 - warm)
     text = f"the loss rises from {first:.3g} to {top:.3g} in the first {loss.steps[top_index]} steps"
     severity = "warning" if top < 2 * first else "critical"
     return make_finding(text, causes, severity, loss.steps[top_index], evidence)
 
 
-def judge_batch(view: RunView) -> Finding | None:
+def judge_batch(view: JudgedRun) -> Finding | None:
     """Noise that is large against the loss and what it gains. A note, unless gains have stopped."""
     loss = view.language_loss
     if loss is None or len(loss) < 64:
@@ -131,7 +131,7 @@ def judge_batch(view: RunView) -> Finding | None:
     return None
 
 
-def judge_loss_scale(view: RunView) -> Finding | None:
+def judge_loss_scale(view: JudgedRun) -> Finding | None:
     """fp16: a scale that collapses. Halvings in the first steps are normal: the scale starts too high on purpose."""
     scale, skipped = view.curve("loss_scale", 8), view.curve("skipped_steps", 4)
     if scale is None or view.precision in ("bf16", "fp32"):
@@ -161,7 +161,7 @@ def judge_loss_scale(view: RunView) -> Finding | None:
 # --- restarts
 
 
-def judge_restarts(view: RunView) -> list[Finding]:
+def judge_restarts(view: JudgedRun) -> list[Finding]:
     """The rate and the loss around each restart; a rate that starts again without one."""
     findings = []
     rates = view.curve("lr", 8)
@@ -175,17 +175,20 @@ def judge_restarts(view: RunView) -> list[Finding]:
     return findings
 
 
-def _judge_rate_restart(view: RunView, rates: Curve) -> Finding | None:
+def _judge_rate_restart(view: JudgedRun, rates: MetricCurve) -> Finding | None:
     """The rate falls back to the warm-up, or rises again after it has decayed."""
     if "restart" in str(view.setting("schedule")).lower() or rates.values.max() <= 0:
         return None
-    peak = float(rates.values.max())
-    for i in range(2, len(rates)):
+    peak, highest = float(rates.values.max()), np.maximum.accumulate(rates.values)
+    ratios = rates.values[1:] / np.maximum(rates.values[:-1], 1e-30)
+    for i in np.flatnonzero((ratios > 1.15) | (ratios < 0.3)) + 1:
+        if i < 2:
+            continue
         before, now, step = float(rates.values[i - 1]), float(rates.values[i]), int(rates.steps[i])
         at_restart = view.near_restart(step) is not None
         earlier = float(rates.values[i - 2])
         up = now > 2 * before and now - before > 0.1 * peak and before < 1.2 * earlier  # a warm-up slows down
-        steady = now > 1.15 * before and at_restart and before < 0.98 * float(rates.values[:i].max())
+        steady = now > 1.15 * before and at_restart and before < 0.98 * highest[i - 1]
         down = at_restart and now < 0.3 * before and len(rates) - i > 4 and rates.values[i:].max() > 2 * now
         if not (up or steady or down):
             continue
@@ -200,7 +203,7 @@ def _judge_rate_restart(view: RunView, rates: Curve) -> Finding | None:
     return None
 
 
-def _judge_loss_at_restart(view: RunView, loss: Curve, start: int) -> Finding | None:
+def _judge_loss_at_restart(view: JudgedRun, loss: MetricCurve, start: int) -> Finding | None:
     before, after = loss.before(start), loss.since(start)
     if len(before) < 8 or len(after) < 8:
         return None

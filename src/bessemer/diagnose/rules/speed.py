@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from bessemer.diagnose.rules.causes import make_finding, rank
-from bessemer.diagnose.rules.curve import Curve, find_level_shift, find_period, trend
-from bessemer.diagnose.rules.view import RunView
+from bessemer.diagnose.rules.curve import MetricCurve, find_level_shift, find_period, trend
+from bessemer.diagnose.rules.view import JudgedRun
 from bessemer.observe.foreign.series import ForeignRun, Series
 from bessemer.run.finding import Finding
 
@@ -19,7 +19,7 @@ MIN_DELAY_S = 0.1
 WARM_UP_POINTS = 3  # compilation and caches
 
 
-def judge_speed(view: RunView) -> list[Finding]:
+def judge_speed(view: JudgedRun) -> list[Finding]:
     times = step_times(view)
     findings = [judge_waiting(view, times), judge_memory(view), judge_utilisation(view)]
     if times is not None and len(times) >= 24:
@@ -27,19 +27,18 @@ def judge_speed(view: RunView) -> list[Finding]:
     return [finding for finding in findings if finding]
 
 
-def step_times(view: RunView) -> Curve | None:
+def step_times(view: JudgedRun) -> MetricCurve | None:
     """Seconds of a step; from tokens per second where they are not logged, in units of the usual step."""
     times = view.curve("step_s", WARM_UP_POINTS + 5)
     if times is None and (rate := view.curve("tokens_per_s", WARM_UP_POINTS + 5)) is not None:
-        batch, context = view.number("batch"), view.number("context")
         positive = rate.values > 0
-        tokens = batch * context if batch and context else float(np.median(rate.values))
+        tokens = view.tokens_per_step or float(np.median(rate.values))
         series = Series("step_s", rate.steps[positive], tokens / rate.values[positive], rate.steps[positive])
-        times = Curve.of(series)
+        times = MetricCurve.of(series)
     return times.part(WARM_UP_POINTS) if times is not None else None
 
 
-def judge_waiting(view: RunView, times: Curve | None) -> Finding | None:
+def judge_waiting(view: JudgedRun, times: MetricCurve | None) -> Finding | None:
     waits = view.curve("data_wait_s", 8)
     if waits is None or times is None:
         return None
@@ -54,7 +53,7 @@ def judge_waiting(view: RunView, times: Curve | None) -> Finding | None:
     return make_finding(text, causes, "warning", waits.steps[0], evidence)
 
 
-def judge_stalls(view: RunView, times: Curve) -> Finding | None:
+def judge_stalls(view: JudgedRun, times: MetricCurve) -> Finding | None:
     """Single slow steps, with a period or without."""
     usual = float(np.median(times.values))
     slow = times.values > max(2.0 * usual, usual + MIN_DELAY_S)
@@ -86,7 +85,7 @@ def judge_stalls(view: RunView, times: Curve) -> Finding | None:
     return None
 
 
-def judge_growth(view: RunView, times: Curve) -> Finding | None:
+def judge_growth(view: JudgedRun, times: MetricCurve) -> Finding | None:
     """Steps that become slower all the time."""
     parts = times.chunks(8)
     growth = float(parts[-1] / max(parts[0], 1e-12))
@@ -104,7 +103,7 @@ def judge_growth(view: RunView, times: Curve) -> Finding | None:
     return make_finding(text, causes, "warning", times.steps[-1], evidence)
 
 
-def judge_shift(view: RunView, times: Curve) -> Finding | None:
+def judge_shift(view: JudgedRun, times: MetricCurve) -> Finding | None:
     """A lasting change from one step on."""
     shift = find_level_shift(times)
     if shift is None:
@@ -118,7 +117,7 @@ def judge_shift(view: RunView, times: Curve) -> Finding | None:
     return make_finding(text, causes, "warning", times.steps[at], evidence)
 
 
-def judge_memory(view: RunView) -> Finding | None:
+def judge_memory(view: JudgedRun) -> Finding | None:
     memory = view.curve("memory_bytes", 16)
     if memory is None:
         return None
@@ -133,7 +132,7 @@ def judge_memory(view: RunView) -> Finding | None:
     return make_finding(text, causes, "warning", memory.steps[-1], evidence)
 
 
-def judge_utilisation(view: RunView) -> Finding | None:
+def judge_utilisation(view: JudgedRun) -> Finding | None:
     """A low MFU on an accelerator. Processors have no peak that the number could be compared with."""
     mfu = view.curve("mfu", 8)
     if mfu is None:
@@ -151,7 +150,7 @@ def judge_utilisation(view: RunView) -> Finding | None:
 
 def judge_scaling(one: ForeignRun, many: ForeignRun) -> Finding | None:
     """Throughput of a run on more devices against one on fewer."""
-    views = [RunView(one), RunView(many)]
+    views = [JudgedRun(one), JudgedRun(many)]
     devices = [view.number("devices") for view in views]
     rates = [view.curve("tokens_per_s", 4) for view in views]
     if devices[0] is None or devices[1] is None or rates[0] is None or rates[1] is None or devices[1] <= devices[0]:

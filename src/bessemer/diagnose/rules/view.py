@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from bessemer.diagnose.rules.curve import Curve
+from bessemer.diagnose.rules.curve import MetricCurve
 from bessemer.observe.foreign.series import ForeignRun
 
 # Meaning -> names that frameworks give it, the last part of a dotted key in lower case with underscores.
@@ -36,19 +36,19 @@ PRECISION = ("precision", "dtype", "torch_dtype", "mixed_precision", "mixed_prec
 
 
 @dataclass
-class RunView:
+class JudgedRun:
     run: ForeignRun
-    _curves: dict[str, Curve | None] = field(default_factory=dict)
+    _curves: dict[str, MetricCurve | None] = field(default_factory=dict)
 
-    def curve(self, name: str, least: int = 1) -> Curve | None:
+    def curve(self, name: str, least: int = 1) -> MetricCurve | None:
         """The finite points of a metric, if there are at least `least`."""
         if name not in self._curves:
             series = self.run.series.get(name)
-            self._curves[name] = None if series is None else Curve.of(series)
+            self._curves[name] = None if series is None else MetricCurve.of(series)
         curve = self._curves[name]
         return curve if curve is not None and len(curve) >= least else None
 
-    def curves_like(self, pattern: str) -> list[Curve]:
+    def curves_like(self, pattern: str) -> list[MetricCurve]:
         """Metrics whose name contains a regular expression, for those that have no shared name."""
         matches = [name for name in self.run.series if re.search(pattern, name, re.I)]
         return [curve for name in sorted(matches) if (curve := self.curve(name, 4)) is not None]
@@ -85,6 +85,15 @@ class RunView:
         return value if math.isfinite(value) else None
 
     @cached_property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of an optimizer step, from the batch and the context."""
+        context, batch = self.number("context"), self.number("batch")
+        if not context or not batch:
+            return None
+        micro = not any(self.flat_settings.get(name) for name in ("global_batch_size", "train_batch_size"))
+        return context * batch * ((self.number("accumulation") or 1) * (self.number("devices") or 1) if micro else 1)
+
+    @cached_property
     def precision(self) -> str:
         """fp16, bf16, fp32 or "" where the settings do not tell."""
         for name in PRECISION:
@@ -95,8 +104,7 @@ class RunView:
             if value in ("fp32", "float32", "32", "32-true", "no"):
                 return "fp32"
         for case in CASES:
-            value = self.flat_settings.get(case)
-            if value is True or str(value).lower() in ("true", "1"):
+            if str(self.flat_settings.get(case)).lower() in ("true", "1"):
                 return case
         return "fp16" if "loss_scale" in self.run.series and self.curve("loss_scale", 2) is not None else ""
 
@@ -115,7 +123,7 @@ class RunView:
         return "reward" in self.run.series
 
     @cached_property
-    def language_loss(self) -> Curve | None:
+    def language_loss(self) -> MetricCurve | None:
         """The loss where it is a cross-entropy that should fall."""
         return None if self.preference or self.reinforcement else self.curve("loss", 8)
 
