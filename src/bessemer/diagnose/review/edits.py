@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class SourceText:
 def apply_edits(text: str, edits: Iterable[SourceEdit]) -> str | None:
     """The changed text; None if two edits overlap or the result is no Python."""
     chosen = sorted(set(edits))
-    for left, right in zip(chosen, chosen[1:], strict=False):
+    for left, right in itertools.pairwise(chosen):
         if right.start < left.end:
             return None
     for edit in reversed(chosen):

@@ -69,8 +69,9 @@ def accumulates(script: TrainingScript) -> bool:
     return any(
         value is not None and not (isinstance(value, ast.Constant) and value.value == 1)
         for call in script.calls("Accelerator")
-        for value in (script.argument(call, "gradient_accumulation_steps"), script.argument(call, "gradient_accumulation_plugin"))
-    )  # fmt: skip
+        for name in ("gradient_accumulation_steps", "gradient_accumulation_plugin")
+        for value in [script.argument(call, name)]
+    )
 
 
 def divided_twice(script: TrainingScript, loss: ast.expr, backward: TrainingEvent) -> Iterator[ScriptFault]:

@@ -165,7 +165,7 @@ def _unshifted(script: TrainingScript, call: ast.Call) -> Iterator[ScriptFault]:
     if not isinstance(call.args[0], ast.Call) or isinstance(aim, ast.Call):
         return  # only a flattened sequence is surely one
     edits: list[SourceEdit] = []
-    for argument, base, cut in ((call.args[0], logits, "[:, :-1]"), (call.args[1], target, "[:, 1:]")):
+    for argument, cut in ((call.args[0], "[:, :-1]"), (call.args[1], "[:, 1:]")):
         inner = _innermost(argument)
         edits.append(script.source.replace(inner, script.text(inner) + cut))
         for part in ast.walk(argument):

@@ -200,7 +200,7 @@ def check_precision(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
     if dtypes == {"bfloat16"} and trace.of("backward"):
         for call in scalers:
             if script.argument(call, "enabled") is None:
-                start, end = script.source.span(call)
+                end = script.source.span(call)[1]
                 separator = ", " if call.args or call.keywords else ""
                 edit = SourceEdit(end - 1, end - 1, f"{separator}enabled=False")
                 yield ScriptFault("scaler-with-bf16", call.lineno, "GradScaler is used with bfloat16", (edit,))

@@ -231,7 +231,7 @@ def check_loading(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]
                           and definitions(script, part) == [] and part.id.islower() for part in seed.args)  # fmt: skip
             uses = {ast.unparse(part) for argument in seed.args for part in ancestry(script, argument)}
             varied = any(
-                worker and worker in text or "initial_seed" in text or "get_worker_info" in text for text in uses
+                (worker and worker in text) or "initial_seed" in text or "get_worker_info" in text for text in uses
             )
             if seed.args and worker and not varied and not depends:
                 edit = script.source.replace(seed.args[0], f"{script.text(seed.args[0])} + {worker}")

@@ -153,7 +153,7 @@ def check_device_number(script: TrainingScript, trace: Trace) -> Iterator[Script
         value = node.value
         text = ast.unparse(value)
         is_global = script.name(value) == "get_rank" or (
-            "RANK" in text and "LOCAL" not in text and "%" not in text and "environ" in text or "getenv('RANK'" in text
+            "'RANK'" in text and "%" not in text and ("environ" in text or "getenv" in text)
         )
         if not is_global:
             continue

@@ -67,7 +67,7 @@ class TrainingScript:
         return ".".join([self.imports.get(node.id, node.id), *reversed(parts)])
 
     def name(self, node: ast.AST | None) -> str:
-        """The last part of what a call calls: `step` of optimizer.step(), `DataLoader` of torch.utils.data.DataLoader."""
+        """The last part of what a call calls: `step` of optimizer.step(), `DataLoader` of utils.data.DataLoader."""
         if not isinstance(node, ast.Call):
             return ""
         if isinstance(node.func, ast.Attribute):
@@ -211,7 +211,7 @@ class TrainingScript:
             return self.kinds(call.args[0]) - {"ddp", "prepared"}
         if name in SAME_VALUE and receiver is not None:
             return self.kinds(receiver)
-        if dotted.startswith(("torch.nn.", "torchvision.models.")) and name[:1].isupper() or ".models." in dotted:
+        if (dotted.startswith(("torch.nn.", "torchvision.models.")) and name[:1].isupper()) or ".models." in dotted:
             return frozenset({"model"})
         if (function := self.local_function(call)) is not None:
             values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
