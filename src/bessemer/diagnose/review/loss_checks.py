@@ -259,7 +259,8 @@ def check_pad_token(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
     """pad_token = eos_token, where padding is masked by its id."""
     shared = [
         node for node in script.nodes if isinstance(node, ast.Assign)
-        and last_part(node.targets[0]) in ("pad_token", "pad_token_id") and last_part(node.value).startswith("eos_token")
+        and last_part(node.targets[0]) in ("pad_token", "pad_token_id")
+        and last_part(node.value).startswith("eos_token")
     ]  # fmt: skip
     if not shared:
         return
