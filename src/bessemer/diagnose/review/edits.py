@@ -32,7 +32,7 @@ class SourceText:
     def _offset(self, line: int, column: int) -> int:
         return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
 
-    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+    def span(self, node: ast.expr | ast.stmt | ast.arg) -> tuple[int, int]:
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
 

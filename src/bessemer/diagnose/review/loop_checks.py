@@ -125,9 +125,10 @@ def is_divided(script: TrainingScript, loss: ast.expr) -> bool:
                 return True
     text = ast.unparse(loss)
     for node in script.nodes:
-        scales = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult)
-        if scales and (ast.unparse(node.target) == text or "grad" in ast.unparse(node.target)):
-            return True
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
+            target = ast.unparse(node.target)
+            if target == text or "grad" in target:
+                return True
         if isinstance(node, ast.Call) and script.name(node) in ("div_", "mul_") and "grad" in ast.unparse(node.func):
             return True
     return False

@@ -222,8 +222,8 @@ def check_precision(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
             text = script.text(call)
             inner = text[text.index("(") + 1 :]
             replacement = f'torch.amp.{name}("cuda"{"" if inner == ")" else ", "}{inner}'
-            edits = (script.source.replace(call, replacement),) if torch_name(script) == "torch" else ()
-            yield ScriptFault("cuda-amp-deprecated", call.lineno, f"torch.cuda.amp.{name} is deprecated", edits)
+            renamed = (script.source.replace(call, replacement),) if torch_name(script) == "torch" else ()
+            yield ScriptFault("cuda-amp-deprecated", call.lineno, f"torch.cuda.amp.{name} is deprecated", renamed)
 
 
 CHECKS = (check_evaluation, check_training_mode, check_generate, check_seeds, check_precision)
