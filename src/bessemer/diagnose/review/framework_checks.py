@@ -274,7 +274,8 @@ def check_trainer(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]
             names = [argument.arg for argument in method.args.args + method.args.kwonlyargs]
             if "num_items_in_batch" not in names and len(names) >= 3:
                 last = method.args.args[-1]
-                end = max(script.source.span(part)[1] for part in (last, *method.args.defaults[-1:]))
+                parts: list[ast.expr | ast.arg] = [last, *method.args.defaults[-1:]]
+                end = max(script.source.span(part)[1] for part in parts)
                 edit = SourceEdit(end, end, ", num_items_in_batch=None")
                 yield ScriptFault("compute-loss-signature", method.lineno, "compute_loss lacks an argument", (edit,))
 
