@@ -114,8 +114,11 @@ def check_torch() -> Iterator[MachineCheck]:
 
 def check_packages() -> Iterator[MachineCheck]:
     """Versions that the installed packages refuse of one another."""
-    from packaging.requirements import Requirement
-
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        yield MachineCheck("packages", "not checked: packaging is missing", "note", "pip install packaging")
+        return
     versions: dict[str, str] = {}
     for name in PACKAGES:
         try:
@@ -204,9 +207,7 @@ def check_memory() -> Iterator[MachineCheck]:
     if Path("/dev/shm").is_dir():
         size = shutil.disk_usage("/dev/shm").total
         small = size < SHM_BYTES
-        fix = (
-            "start the container with --shm-size=16g or --ipc=host; else loaders die with a bus error" if small else ""
-        )
+        fix = "start the container with --shm-size=16g or --ipc=host: loaders die of bus errors" if small else ""
         yield MachineCheck("/dev/shm", f"{size / GIB:.2f} GiB", "warning" if small else "", fix)
 
 
