@@ -43,6 +43,7 @@ class Planted:
     at: str
     text: str
     also: tuple[str, ...] = field(default=())
+    needs_gpu: bool = False
 
     def line_is(self, number: int) -> bool:
         return self.at in self.text.split("\n")[number - 1]
@@ -64,7 +65,7 @@ def planted_scripts(part: str) -> list[Planted]:
             text = text.replace(old, new)
         name = f"{row['script']}_{number:02d}_{row['rule'].replace('-', '_')}"
         also = tuple(row.get("also", ()))
-        scripts.append(Planted(name, row["script"], row["rule"], row["at"], text, also))
+        scripts.append(Planted(name, row["script"], row["rule"], row["at"], text, also, row.get("needs_gpu", False)))
     return scripts
 
 
@@ -187,13 +188,18 @@ def run_patched(part: str, packages: list[str], only: str = "") -> dict[str, Any
     from bessemer.diagnose.review.review import apply_patches
 
     texts = dict(clean_scripts(part))
+    faulty = set()
     for script in planted_scripts(part):
         patched = apply_patches(script.text, script.name)
         if patched != script.text:
             texts[script.name] = patched
+            faulty.add(script.name)
     texts = {name: text for name, text in texts.items() if only in name}
     missing = import_libraries(packages)
-    left_out = [name for name, text in texts.items() if any(f"import {library}" in text for library in missing)]
+    gpu = {script.name for script in planted_scripts(part) if script.needs_gpu}
+    left_out = [
+        name for name, text in texts.items() if name in gpu or any(f"import {library}" in text for library in missing)
+    ]  # fmt: skip
     failed = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -203,7 +209,8 @@ def run_patched(part: str, packages: list[str], only: str = "") -> dict[str, Any
                 failed[name] = error
                 print(name, error, file=sys.stderr, flush=True)
     ran = len(texts) - len(left_out) - len(failed)
-    return {"scripts": len(texts), "ran": ran, "failed": failed, "left_out": left_out, "missing": missing}
+    counts = {"scripts": len(texts), "patched": len(faulty & texts.keys()), "ran": ran}
+    return {**counts, "failed": failed, "left_out": left_out, "missing": missing}
 
 
 def main() -> None:

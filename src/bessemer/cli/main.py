@@ -26,6 +26,7 @@ from bessemer.cli import (
     data,
     demo,
     diagnose,
+    doctor,
     evaluate,
     evaluate_judge,
     export,
@@ -86,6 +87,7 @@ app.command("control")(watch.control)
 app.command("report")(watch.report)
 app.command("new")(new.new)
 app.command("review")(review.review)
+app.command("doctor")(doctor.doctor)
 app.add_typer(spec.app, name="spec")
 app.add_typer(bench.app, name="bench")
 app.command("mcp")(assist.mcp)

@@ -10,7 +10,7 @@ from bessemer.run.finding import Finding
 
 @dataclass(frozen=True)
 class ReviewRule:
-    """What a rule looks for. `critical`: the result is wrong or the script fails; `warning`: it is worse than needed."""
+    """What a rule looks for. `critical`: a wrong result or a script that fails; `warning`: worse than needed."""
 
     severity: str
     why: str
@@ -34,7 +34,8 @@ class ScriptFault:
         rule = RULES[self.rule]
         return Finding(
             self.symptom, {"file": path, "line": self.line, "patch": bool(self.edits)}, cause=rule.why,
-            confidence=0.95 if rule.severity == "critical" else 0.8, fix=rule.fix, severity=rule.severity, rule=self.rule,
+            confidence=0.95 if rule.severity == "critical" else 0.8, fix=rule.fix, severity=rule.severity,
+            rule=self.rule,
         )  # fmt: skip
 
 
@@ -132,7 +133,7 @@ LOSS = {
     ),
     "pad-in-loss": ("Padding counts as text to learn.", "set the labels of padding to -100"),
     "pad-is-eos": (
-        "Padding and end of text have the same id, so the end of text is masked too and the model never learns to stop.",
+        "Padding and end of text have the same id, so the end of text is masked too: the model never learns to stop.",
         "mask by attention_mask, or add a padding token",
     ),
     "attention-mask-missing": ("Tokens attend to padding.", "pass attention_mask"),

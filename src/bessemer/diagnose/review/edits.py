@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class SourceText:
     def _offset(self, line: int, column: int) -> int:
         return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
 
-    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+    def span(self, node: ast.expr | ast.stmt | ast.arg) -> tuple[int, int]:
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
 
@@ -85,7 +86,7 @@ class SourceText:
 def apply_edits(text: str, edits: Iterable[SourceEdit]) -> str | None:
     """The changed text; None if two edits overlap or the result is no Python."""
     chosen = sorted(set(edits))
-    for left, right in zip(chosen, chosen[1:], strict=False):
+    for left, right in itertools.pairwise(chosen):
         if right.start < left.end:
             return None
     for edit in reversed(chosen):

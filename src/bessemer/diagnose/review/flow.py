@@ -49,7 +49,7 @@ def origin(script: TrainingScript, node: ast.expr) -> ast.expr:
 
 def ancestry(script: TrainingScript, node: ast.expr) -> Iterator[ast.expr]:
     """An expression and those that it was computed from in its function, through names: `loss`, `total / n`, ..."""
-    waiting, visited = [node], set()
+    waiting, visited = [node], set[int]()
     while waiting and len(visited) < 30:
         current = waiting.pop()
         if id(current) in visited:

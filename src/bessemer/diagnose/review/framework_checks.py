@@ -69,8 +69,9 @@ def accumulates(script: TrainingScript) -> bool:
     return any(
         value is not None and not (isinstance(value, ast.Constant) and value.value == 1)
         for call in script.calls("Accelerator")
-        for value in (script.argument(call, "gradient_accumulation_steps"), script.argument(call, "gradient_accumulation_plugin"))
-    )  # fmt: skip
+        for name in ("gradient_accumulation_steps", "gradient_accumulation_plugin")
+        for value in [script.argument(call, name)]
+    )
 
 
 def divided_twice(script: TrainingScript, loss: ast.expr, backward: TrainingEvent) -> Iterator[ScriptFault]:
@@ -86,8 +87,9 @@ def divided_twice(script: TrainingScript, loss: ast.expr, backward: TrainingEven
                 )  # fmt: skip
                 return
     for node in script.nodes:
-        divides = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div)
-        if not divides or ast.unparse(node.target) != ast.unparse(loss):  # type: ignore[attr-defined]
+        if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Div):
+            continue
+        if ast.unparse(node.target) != ast.unparse(loss):
             continue
         if script.parents[node] in script.ancestors(backward.node):  # not in another branch
             edit = script.source.remove(node, script.alone(node))
@@ -249,11 +251,11 @@ def check_deepspeed(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
         above = script.parents[script.statement(step.node)]
         if condition is not None and condition and isinstance(above, ast.If):
             removed = script.source.remove(script.statement(step.node), script.alone(script.statement(step.node)))
-            edits = (removed, script.source.before(above, script.text(step.node)))
+            moved: tuple[SourceEdit, ...] = (removed, script.source.before(above, script.text(step.node)))
             if len(above.body) == 1 and not above.orelse:
-                edits = (script.source.replace(above, script.text(step.node)),)
+                moved = (script.source.replace(above, script.text(step.node)),)
             yield ScriptFault(
-                "deepspeed-conditional-step", step.node.lineno, "the engine does not step at every batch", edits
+                "deepspeed-conditional-step", step.node.lineno, "the engine does not step at every batch", moved
             )
 
 
@@ -272,10 +274,9 @@ def check_trainer(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]
             names = [argument.arg for argument in method.args.args + method.args.kwonlyargs]
             if "num_items_in_batch" not in names and len(names) >= 3:
                 last = method.args.args[-1]
-                end = max(getattr(part, "end_col_offset", 0) or 0 for part in [last, *method.args.defaults[-1:]]
-                          if part.end_lineno == last.end_lineno)  # fmt: skip
-                offset = script.source.starts[(last.end_lineno or 1) - 1] + end
-                edit = SourceEdit(offset, offset, ", num_items_in_batch=None")
+                parts: list[ast.expr | ast.arg] = [last, *method.args.defaults[-1:]]
+                end = max(script.source.span(part)[1] for part in parts)
+                edit = SourceEdit(end, end, ", num_items_in_batch=None")
                 yield ScriptFault("compute-loss-signature", method.lineno, "compute_loss lacks an argument", (edit,))
 
 
@@ -289,13 +290,13 @@ def _best_strategy(script: TrainingScript, call: ast.Call, words: dict[str, ast.
     if saving.value != evaluating.value and saving.value != "best":
         place = words["load_best_model_at_end"]
         if hasattr(evaluating, "lineno"):
-            edit = script.source.replace(evaluating, f'"{saving.value}"')
+            edit = script.source.replace(evaluating, f'"{saving.value!s}"')
         else:
             end = script.source.span(place)[1]
-            edit = SourceEdit(end, end, f', eval_strategy="{saving.value}"')
+            edit = SourceEdit(end, end, f', eval_strategy="{saving.value!s}"')
         yield ScriptFault(
             "trainer-best-without-evaluation", place.lineno,
-            f"saves by {saving.value} but evaluates by {evaluating.value}", (edit,),
+            f"saves by {saving.value!s} but evaluates by {evaluating.value!s}", (edit,),
         )  # fmt: skip
 
 

@@ -126,7 +126,8 @@ def is_divided(script: TrainingScript, loss: ast.expr) -> bool:
     text = ast.unparse(loss)
     for node in script.nodes:
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
-            if ast.unparse(node.target) == text or "grad" in ast.unparse(node.target):
+            target = ast.unparse(node.target)
+            if target == text or "grad" in target:
                 return True
         if isinstance(node, ast.Call) and script.name(node) in ("div_", "mul_") and "grad" in ast.unparse(node.func):
             return True
@@ -191,7 +192,7 @@ def check_order(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
         if not step.loops:
             continue
         loop = step.loops[-1]
-        backwards = [b for b in trace.inside(loop, "backward")]
+        backwards = trace.inside(loop, "backward")
         clips = [clip for clip in trace.inside(loop, "clip") if clip.loops[-1] is loop]
         steps = trace.inside(loop, "step", "engine_step")
         direct = [b for b in backwards if b.loops[-1] is loop and not b.conditions(loop)]
@@ -230,7 +231,7 @@ def check_scaler(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
                 edit = script.source.after(script.statement(step.node), f"{scaler}.update()")
                 yield ScriptFault("scaler-update-missing", step.node.lineno, f"`{scaler}` is never updated", (edit,))
             for clip in trace.inside(step.loops[-1], "clip") if step.loops else []:
-                unscaled = [u for u in trace.inside(step.loops[-1], "unscale")]
+                unscaled = trace.inside(step.loops[-1], "unscale")
                 if clip.order < step.order and not any(u.order < clip.order for u in unscaled):
                     statement = script.statement(clip.node)
                     insert = script.source.before(statement, f"{scaler}.unscale_({optimizer_text(step)})")
@@ -318,9 +319,10 @@ def schedules(script: TrainingScript) -> dict[str, ast.Call]:
     """The constructor of each scheduler by the last part of its variable's name."""
     made = {}
     for node in script.nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and not script.local_function(node.value):
-            if "scheduler" in script.kinds(node.value) and last_part(node.targets[0]):
-                made[last_part(node.targets[0])] = node.value
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+            continue
+        if "scheduler" in script.kinds(node.value) and not script.local_function(node.value):
+            made[last_part(node.targets[0])] = node.value
     return made
 
 
@@ -329,7 +331,7 @@ def check_schedule(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault
     for advance in trace.of("scheduler_step"):
         if not advance.loops or advance.subject is None or advance.node.args:
             continue
-        steps = [step for step in trace.inside(advance.loops[0], "step")]
+        steps = trace.inside(advance.loops[0], "step")
         if not steps:
             continue
         yield from _schedule_first(script, trace, advance, steps)

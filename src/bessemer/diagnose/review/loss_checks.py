@@ -165,7 +165,7 @@ def _unshifted(script: TrainingScript, call: ast.Call) -> Iterator[ScriptFault]:
     if not isinstance(call.args[0], ast.Call) or isinstance(aim, ast.Call):
         return  # only a flattened sequence is surely one
     edits: list[SourceEdit] = []
-    for argument, base, cut in ((call.args[0], logits, "[:, :-1]"), (call.args[1], target, "[:, 1:]")):
+    for argument, cut in ((call.args[0], "[:, :-1]"), (call.args[1], "[:, 1:]")):
         inner = _innermost(argument)
         edits.append(script.source.replace(inner, script.text(inner) + cut))
         for part in ast.walk(argument):
@@ -229,14 +229,14 @@ def check_padding(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]
         )  # fmt: skip
     for forward in trace.of("forward"):
         call = forward.node
-        ids = script.argument(call, "input_ids", 0)
+        given_ids = script.argument(call, "input_ids", 0)
         pretrained = "hf" in script.kinds(call.func)
-        if ids is None or not pretrained or not pads(script) or _ids_of(ids)[0] is None:
+        if given_ids is None or not pretrained or not pads(script) or _ids_of(given_ids)[0] is None:
             continue
         given = {word.arg for word in call.keywords}
         if not given & {"attention_mask", None} and len(call.args) < 2:
             end = script.source.span(call)[1] - 1
-            edit = SourceEdit(end, end, f", attention_mask={mask_of(ids)}")
+            edit = SourceEdit(end, end, f", attention_mask={mask_of(given_ids)}")
             yield ScriptFault("attention-mask-missing", call.lineno, "padded ids without attention_mask", (edit,))
 
 
@@ -259,7 +259,8 @@ def check_pad_token(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
     """pad_token = eos_token, where padding is masked by its id."""
     shared = [
         node for node in script.nodes if isinstance(node, ast.Assign)
-        and last_part(node.targets[0]) in ("pad_token", "pad_token_id") and last_part(node.value).startswith("eos_token")
+        and last_part(node.targets[0]) in ("pad_token", "pad_token_id")
+        and last_part(node.value).startswith("eos_token")
     ]  # fmt: skip
     if not shared:
         return
@@ -270,7 +271,9 @@ def check_pad_token(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
                 continue
             source = before(definitions(script, node.left), node)
             ids = _ids_of(source)[0] if source is not None else None
-            edits = (script.source.replace(node, f"{mask_of(ids)} == 0"),) if ids is not None else ()
+            edits: tuple[SourceEdit, ...] = ()
+            if ids is not None:
+                edits = (script.source.replace(node, f"{mask_of(ids)} == 0"),)
             yield ScriptFault("pad-is-eos", node.lineno, "masking padding by its id masks the end of text", edits)
             return
     if any(True for _ in script.calls("DataCollatorForLanguageModeling")):

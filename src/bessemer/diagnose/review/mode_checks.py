@@ -200,7 +200,7 @@ def check_precision(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
     if dtypes == {"bfloat16"} and trace.of("backward"):
         for call in scalers:
             if script.argument(call, "enabled") is None:
-                start, end = script.source.span(call)
+                end = script.source.span(call)[1]
                 separator = ", " if call.args or call.keywords else ""
                 edit = SourceEdit(end - 1, end - 1, f"{separator}enabled=False")
                 yield ScriptFault("scaler-with-bf16", call.lineno, "GradScaler is used with bfloat16", (edit,))
@@ -222,8 +222,8 @@ def check_precision(script: TrainingScript, trace: Trace) -> Iterator[ScriptFaul
             text = script.text(call)
             inner = text[text.index("(") + 1 :]
             replacement = f'torch.amp.{name}("cuda"{"" if inner == ")" else ", "}{inner}'
-            edits = (script.source.replace(call, replacement),) if torch_name(script) == "torch" else ()
-            yield ScriptFault("cuda-amp-deprecated", call.lineno, f"torch.cuda.amp.{name} is deprecated", edits)
+            renamed = (script.source.replace(call, replacement),) if torch_name(script) == "torch" else ()
+            yield ScriptFault("cuda-amp-deprecated", call.lineno, f"torch.cuda.amp.{name} is deprecated", renamed)
 
 
 CHECKS = (check_evaluation, check_training_mode, check_generate, check_seeds, check_precision)

@@ -99,7 +99,7 @@ def _resume(script: TrainingScript, load: ast.Call) -> Iterator[ScriptFault]:
                         and last_part(node) == optimizer), None)  # fmt: skip
         below = script.statement(loads[-1])
         text = ast.unparse(subject) if subject is not None else optimizer
-        edits = (script.source.after(below, f'{text}.load_state_dict({name}["{key}"])'),) if visible(
+        edits = (script.source.after(below, f'{text}.load_state_dict({name}["{key!s}"])'),) if visible(
             script, text, below) else ()  # fmt: skip
         yield ScriptFault("resume-without-optimizer", loads[-1].lineno, "training resumes without moments", edits)
 
@@ -231,7 +231,7 @@ def check_loading(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]
                           and definitions(script, part) == [] and part.id.islower() for part in seed.args)  # fmt: skip
             uses = {ast.unparse(part) for argument in seed.args for part in ancestry(script, argument)}
             varied = any(
-                worker and worker in text or "initial_seed" in text or "get_worker_info" in text for text in uses
+                (worker and worker in text) or "initial_seed" in text or "get_worker_info" in text for text in uses
             )
             if seed.args and worker and not varied and not depends:
                 edit = script.source.replace(seed.args[0], f"{script.text(seed.args[0])} + {worker}")
@@ -262,7 +262,7 @@ def _copied_generator(
 
 def check_cache(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
     enabled = any(True for _ in script.calls("gradient_checkpointing_enable")) or any(
-        isinstance(value := script.argument(call, "gradient_checkpointing"), ast.Constant) and value.value is True
+        isinstance(given := script.argument(call, "gradient_checkpointing"), ast.Constant) and given.value is True
         for call in script.calls("TrainingArguments", "SFTConfig", "DPOConfig")
     )
     if not enabled:

@@ -56,21 +56,12 @@ def _set_epoch(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
             continue
         loader_loop = backward.loops[1]
         statement = script.statement(samplers[0])
-        names = [last_part(t) for t in statement.targets] if isinstance(statement, ast.Assign) else []
-        first, edits = outer.body[0], ()
-        if (
-            names
-            and script.kinds(samplers[0])
-            and statement.targets
-            and visible(  # type: ignore[union-attr]
-                script, ast.unparse(statement.targets[0]), first
-            )
-            and isinstance(  # type: ignore[union-attr]
-                statement.value, ast.Call
-            )
-            and script.name(statement.value) == "DistributedSampler"
-        ):  # type: ignore[union-attr]
-            sampler = ast.unparse(statement.targets[0])  # type: ignore[union-attr]
+        first = outer.body[0]
+        edits: tuple[SourceEdit, ...] = ()
+        sampler = ""
+        if isinstance(statement, ast.Assign) and script.name(statement.value) == "DistributedSampler":
+            sampler = ast.unparse(statement.targets[0])
+        if sampler and visible(script, sampler, first):
             edits = (script.source.before(first, f"{sampler}.set_epoch({outer.target.id})"),)
         elif isinstance(loader_loop, ast.For):
             edits = _through_loader(script, outer, loader_loop)
@@ -153,7 +144,7 @@ def check_device_number(script: TrainingScript, trace: Trace) -> Iterator[Script
         value = node.value
         text = ast.unparse(value)
         is_global = script.name(value) == "get_rank" or (
-            "RANK" in text and "LOCAL" not in text and "%" not in text and "environ" in text or "getenv('RANK'" in text
+            "'RANK'" in text and "%" not in text and ("environ" in text or "getenv" in text)
         )
         if not is_global:
             continue
@@ -167,7 +158,7 @@ def check_device_number(script: TrainingScript, trace: Trace) -> Iterator[Script
             edits = (script.source.replace(value, local), *import_line(script, "import os"))
             yield ScriptFault("global-rank-as-device", node.lineno, f"`{name}` is the global rank", edits)
         else:
-            parts = [part for use in uses for part in _device_arguments(use) for part in ast.walk(part)
+            parts = [part for use in uses for argument in _device_arguments(use) for part in ast.walk(argument)
                      if isinstance(part, ast.Name | ast.Attribute) and ast.unparse(part) == name]  # fmt: skip
             edits = (*(script.source.replace(part, local) for part in parts), *import_line(script, "import os"))
             if any(isinstance(script.parents[part], ast.FormattedValue) for part in parts):

@@ -51,8 +51,13 @@ class TrainingScript:
         self.classes = {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
         self.functions = {node.name: node for node in self.nodes if isinstance(node, Function)}
         self._kinds: dict[str, Kinds] = {}
+        self._returned: dict[Function, Kinds] = {}  # what each function returns, by the pass before
+        returns = [(self.function_of(n), n.value) for n in self.nodes if isinstance(n, ast.Return) and n.value]
         for _ in range(4):  # a value passes through at most a few names before it is used
             self._follow_assignments()
+            for function, value in returns:
+                if function is not None and (kinds := self.kinds(value)):
+                    self._returned[function] = self._returned.get(function, NONE) | kinds
 
     # Names and places
 
@@ -67,7 +72,7 @@ class TrainingScript:
         return ".".join([self.imports.get(node.id, node.id), *reversed(parts)])
 
     def name(self, node: ast.AST | None) -> str:
-        """The last part of what a call calls: `step` of optimizer.step(), `DataLoader` of torch.utils.data.DataLoader."""
+        """The last part of what a call calls: `step` of optimizer.step(), `DataLoader` of utils.data.DataLoader."""
         if not isinstance(node, ast.Call):
             return ""
         if isinstance(node.func, ast.Attribute):
@@ -211,11 +216,10 @@ class TrainingScript:
             return self.kinds(call.args[0]) - {"ddp", "prepared"}
         if name in SAME_VALUE and receiver is not None:
             return self.kinds(receiver)
-        if dotted.startswith(("torch.nn.", "torchvision.models.")) and name[:1].isupper() or ".models." in dotted:
+        if (dotted.startswith(("torch.nn.", "torchvision.models.")) and name[:1].isupper()) or ".models." in dotted:
             return frozenset({"model"})
         if (function := self.local_function(call)) is not None:
-            values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
-            return frozenset().union(*(self.kinds(value) for value in values)) if values else NONE
+            return self._returned.get(function, NONE)
         return NONE
 
     def local_function(self, call: ast.Call) -> Function | None:

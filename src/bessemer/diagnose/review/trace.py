@@ -18,6 +18,7 @@ COLLECTIVES = ("barrier", "all_reduce", "all_gather", "reduce", "broadcast", "ga
                "broadcast_object_list", "reduce_scatter", "all_gather_into_tensor", "gather_object",
                "get_model_state_dict", "get_state_dict", "get_optimizer_state_dict")  # fmt: skip
 ACCELERATE = ("wait_for_everyone", "gather", "gather_for_metrics", "reduce", "save_state")
+DEEPEST, MOST_CALLS = 8, 500  # a training script's loop is a few calls deep; a library's may be followed for ever
 NO_GRAD = ("no_grad", "inference_mode", "set_grad_enabled")
 OPTIMIZER_NAMES = ("opt", "optim", "optimizer")
 SCHEDULER_NAMES = ("sched", "scheduler", "lr_scheduler", "lr_sched")
@@ -66,6 +67,7 @@ class Trace:
         self.events: list[TrainingEvent] = []
         self.entered: set[Function] = set()
         self._stack: list[Function] = []
+        self._followed = 0
 
     def of(self, *kinds: str) -> list[TrainingEvent]:
         return [event for event in self.events if event.kind in kinds]
@@ -104,7 +106,9 @@ class Trace:
             kind, subject = classify(self.script, node)
             if kind:
                 self.events.append(TrainingEvent(kind, node, subject, frames, len(self.events)))
-            if function is not None and function not in self._stack and len(self._stack) < 8:
+            deep = function in self._stack or len(self._stack) >= DEEPEST or self._followed >= MOST_CALLS
+            if function is not None and not deep:
+                self._followed += 1
                 self._stack.append(function)
                 self.entered.add(function)
                 self.walk(function.body, (*frames, Frame(function, call=node)))
