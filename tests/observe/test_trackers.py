@@ -90,7 +90,9 @@ def test_tensorboard(run: RunWriter) -> None:
     assert {event.step: event.value for event in reader.Scalars("demo", "train/loss")} == losses
     assert [event.step for event in reader.Scalars("demo", "validation/per_source/words")] == [20]
     texts = {tag: reader.Tensors("demo", tag)[0].tensor_proto.string_val[0] for tag in reader.Runs()["demo"]["tensors"]}
-    assert texts["sample/text_summary"] == b"Once upon a time" and b"optimizer.lr | 0.01" in texts["config/text_summary"]
+    assert (
+        texts["sample/text_summary"] == b"Once upon a time" and b"optimizer.lr | 0.01" in texts["config/text_summary"]
+    )
 
 
 def records_of(path: Path) -> list[Any]:
@@ -131,7 +133,9 @@ def test_wandb_offline(run: RunWriter) -> None:
         for record in records
         if record.WhichOneof("record_type") == "history"
     ]
-    steps = [(int(row["step"]), int(row["generation"]), float(row["train/loss"])) for row in rows if "train/loss" in row]
+    steps = [
+        (int(row["step"]), int(row["generation"]), float(row["train/loss"])) for row in rows if "train/loss" in row
+    ]
     newest = {step: loss for step, _, loss in sorted(steps, key=lambda each: each[1])}
     assert newest == {step: loss_at(step, 1.0 if step >= 12 else 0.0) for step in range(20)}
     (info,) = [record.run for record in records if record.WhichOneof("record_type") == "run"][:1]
