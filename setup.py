@@ -76,6 +76,9 @@ class BuildWithCharts(build_py):
             print(f"warning: the chart library was not fetched ({error}): the page's charts are drawn by the server",
                   file=sys.stderr)  # fmt: skip
         super().run()
+        if not self.editable_mode:  # `bessemer mcp` and `assist install` read the pages
+            shutil.copytree(Path(__file__).parent / "docs", Path(self.build_lib) / "bessemer/assist/docs",
+                            ignore=shutil.ignore_patterns("images"), dirs_exist_ok=True)  # fmt: skip
 
 
 setup(cmdclass={"build_py": BuildWithCharts})

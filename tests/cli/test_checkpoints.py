@@ -160,6 +160,22 @@ def test_restore_sets_later_checkpoints_aside(call: Call, run: Path) -> None:
     assert event["step"] == 10 and event["abandoned"] == ["step-00000020.a1", "step-00000030.a1"]
 
 
+def test_answers_as_json(call: Call, run: Path, tmp_path: Path) -> None:
+    answer = json.loads(call("checkpoints", "verify", str(run), "--json").out)
+    assert answer["damaged"] == 0 and len(answer["checkpoints"]) == 3
+    listed = names(run)
+    assert json.loads(call("checkpoints", "tag", str(run), "best", "v1.0.0", "--json").out)["tag"] == "v1.0.0"
+    pruned = call("checkpoints", "prune", str(run), "--keep-last", "1", "--keep-best", "false", "--dry-run", "--json")
+    assert json.loads(pruned.out) == {"dry_run": True, "removed": [listed[0]]} and names(run) == listed
+    average = json.loads(call("checkpoints", "average", str(run), "--last", "2", "--json").out)
+    assert Path(average["checkpoint"]).is_dir() and average["averaged_of"] == listed[-2:]
+    restored = json.loads(call("checkpoints", "restore", str(run), listed[0], "--json").out)
+    assert restored["step"] == 10 and all(Path(place).is_dir() for place in restored["moved_to"])
+    damage(run / "checkpoints" / listed[0])
+    damaged = call("checkpoints", "verify", f"{run}:{listed[0]}", "--json")
+    assert damaged.code == 1 and listed[0] in json.loads(damaged.out)["checkpoints"][0]["name"]
+
+
 def test_restore_refuses_a_damaged_one_a_running_run_and_a_wrong_name(call: Call, run: Path) -> None:
     shard = damage(run / "checkpoints" / "step-00000020.a1")
     said = call("checkpoints", "restore", str(run), "step-00000020.a1")

@@ -33,8 +33,8 @@ LAUNCH_VERBS = ("submit", "status", "logs", "cancel", "queue")
 INSPECT_VERBS = ("lr", "gradients", "landscape", "histograms", "noise", "nan")
 VERBS = (
     "plan run", "plan interview", "plan search", "plan simulate", "plan serve", "plan memory", "plan job", "plan check",
-    "train", "runs", "replay", "chaos", "generate", "evaluate model", "evaluate compare", "export", "compress",
-    "model show", "bench", "watch page", "watch export", "control",
+    "train", "runs list", "runs metrics", "replay", "chaos", "generate", "evaluate model", "evaluate compare",
+    "export", "compress", "report", "model show", "bench", "watch page", "watch export", "control",
     "bench scaling", "bench serve", "serve", "new", "demo",
     "spec check", "spec show", "spec schema",
     *(f"data {verb}" for verb in DATA_VERBS), *(f"checkpoints {verb}" for verb in CHECKPOINT_VERBS),
@@ -55,7 +55,12 @@ def test_help_of_a_verb_has_an_example_that_is_parsed(verb: str) -> None:
     result = CliRunner().invoke(main.app, [*verb.split(), "--help"])
     assert result.exit_code == 0
     text = " ".join(result.output.split())
-    short = {"plan run": "plan", "evaluate model": "evaluate", "watch page": "watch"}  # the default of a group
+    short = {
+        "plan run": "plan",
+        "runs list": "runs",
+        "evaluate model": "evaluate",
+        "watch page": "watch",
+    }  # the default of a group
     assert f"Example: bessemer {short.get(verb, verb)}" in text
 
 

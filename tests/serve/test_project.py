@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from bessemer.cli.main import app
 from bessemer.errors import UserError
-from bessemer.serve.project import KINDS, new_project
+from bessemer.starters.project import SERVED, new_project
 
 PG = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SERVED)
 def test_files_and_placeholders(kind, tmp_path):
     result = CliRunner().invoke(app, ["new", kind, str(tmp_path / "my-shop")])
     assert result.exit_code == 0, result.output
@@ -40,7 +40,7 @@ def test_files_and_placeholders(kind, tmp_path):
 def test_mistakes(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    for kind, name, message in (("site", "x", "endpoint or web-form"), ("endpoint", "My Shop", "lower-case"),
+    for kind, name, message in (("site", "x", "cluster, endpoint or web-form"), ("endpoint", "My Shop", "lower-case"),
                                 ("endpoint", "taken", "exists already")):  # fmt: skip
         with pytest.raises(UserError, match=message):
             new_project(kind, tmp_path / name)

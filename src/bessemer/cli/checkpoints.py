@@ -102,7 +102,9 @@ def list_(run: Path = RUN, as_json: bool = AS_JSON) -> None:
 
 
 @app.command()
-def verify(place: str = typer.Argument(help="A run, or one checkpoint: RUN:NAME or its folder.")) -> None:
+def verify(
+    place: str = typer.Argument(help="A run, or one checkpoint: RUN:NAME or its folder."), as_json: bool = AS_JSON
+) -> None:
     """Compare the hash of every file with the manifest, and frozen weights with the base that holds them, once for all
     checkpoints. Names damaged files and changed bases; exit code 1 if there are any.
 
@@ -117,28 +119,48 @@ def verify(place: str = typer.Argument(help="A run, or one checkpoint: RUN:NAME 
     if not folders:
         store = CheckpointStore(Path(place) / "checkpoints")
         folders = [*reversed(list(store.newest_first())), *(path for path, _ in store.committed("model"))]
-    damaged, changed = 0, 0
+    results: list[dict[str, Any]] = []  # checkpoints, then bases
     bases: dict[tuple[str, str], FrozenTensors] = {}
     with working("hashing") as report:
         for number, folder in enumerate(folders):
             report("hashing checkpoints", number, len(folders))
             try:
-                print(f"sound    {folder.name}  {len(manifest.verify(folder).files)} files")
+                results.append({"name": folder.name, "files": len(manifest.verify(folder).files), "error": None})
                 if frozen := frozen_tensors(folder):
                     bases.setdefault((frozen.base.path, frozen.base.fingerprint), frozen)
             except manifest.DamagedCheckpoint as error:
-                damaged += 1
-                print(f"DAMAGED  {folder.name}  {error}")
+                results.append({"name": folder.name, "error": str(error)})
         for (path, fingerprint), frozen in bases.items():
             report(f"reading frozen weights from {path}")
             try:
                 frozen.verify()
-                print(f"sound    base {path}  {len(frozen)} frozen tensors, fingerprint {fingerprint}")
+                row = {"base": path, "tensors": len(frozen), "fingerprint": fingerprint, "error": None}
             except ChangedBase as error:
-                changed += 1
-                print(f"CHANGED  base {error}")
-    print(f"{len(folders)} checkpoints, {damaged} damaged" + f"; {changed} of {len(bases)} bases changed" * bool(bases))
+                row = {"base": path, "error": str(error)}
+            results.append(row)
+    checked = [row for row in results if "name" in row], [row for row in results if "base" in row]
+    damaged, changed = (sum(row["error"] is not None for row in rows) for rows in checked)
+    if as_json:
+        print_json({"damaged": damaged, "changed_bases": changed, "checkpoints": checked[0], "bases": checked[1]})
+    else:
+        _print_verified(results)
+        print(
+            f"{len(folders)} checkpoints, {damaged} damaged"
+            + f"; {changed} of {len(bases)} bases changed" * bool(bases)
+        )
     raise typer.Exit(1 if damaged or changed else 0)
+
+
+def _print_verified(results: list[dict[str, Any]]) -> None:
+    for row in results:
+        if "base" in row and row["error"]:
+            print(f"CHANGED  base {row['error']}")
+        elif "base" in row:
+            print(f"sound    base {row['base']}  {row['tensors']} frozen tensors, fingerprint {row['fingerprint']}")
+        elif row["error"]:
+            print(f"DAMAGED  {row['name']}  {row['error']}")
+        else:
+            print(f"sound    {row['name']}  {row['files']} files")
 
 
 @app.command()
@@ -185,6 +207,7 @@ def prune(
     keep_age: str = typer.Option("", help="Keep those younger than this, such as 24h."),
     keep_bytes: str = typer.Option("", help="Maximum total size, such as 500GB."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Only print what would be deleted."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Delete checkpoints that the rules do not keep: the rules of the run's spec, or those given here.
 
@@ -214,11 +237,14 @@ def prune(
         with RunWriter(run) as writer:  # takes the lock: a run in training prunes by itself
             removed = store.thin(newest, rules)
             writer.event("pruned", removed=removed, reason="by hand")
+    if as_json:
+        print_json({"dry_run": dry_run, "removed": removed})
+        return
     print("\n".join(f"{'would delete' if dry_run else 'deleted'}  {name}" for name in removed) or "nothing to delete")
 
 
 @app.command()
-def restore(run: Path = RUN, checkpoint: str = NAME) -> None:
+def restore(run: Path = RUN, checkpoint: str = NAME, as_json: bool = AS_JSON) -> None:
     """Make a run continue from a checkpoint. Later checkpoints move to checkpoints/abandoned/; none is deleted.
 
     Example: bessemer checkpoints restore runs/demo step-00001000.a1
@@ -231,6 +257,10 @@ def restore(run: Path = RUN, checkpoint: str = NAME) -> None:
         manifest, moved = continue_from(target.parent, target.name)
         reason = "by hand; what was saved later is set aside"
         writer.event("restored", step=manifest.step, checkpoint=target.name, abandoned=moved, reason=reason)
+    if as_json:
+        places = [str(target.parent / ABANDONED / name) for name in moved]
+        print_json({"checkpoint": target.name, "step": manifest.step, "moved_to": places})
+        return
     print(f"the run will continue from {target.name} (step {manifest.step:,})")
     for name in moved:
         print(f"moved to  {target.parent / ABANDONED / name}")
@@ -242,6 +272,7 @@ def tag(
     checkpoint: str = NAME,
     version: str = typer.Argument(help="A semantic version, such as v1.2.0."),
     move: bool = typer.Option(False, "--move", help="Move the tag from the checkpoint that has it."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Tag a checkpoint with a semantic version. A tagged checkpoint is never deleted.
 
@@ -252,7 +283,10 @@ def tag(
 
     folder = checkpoint_of(Run.existing(run), checkpoint)
     names.tag(folder.parent, folder.name, version, move)
-    print(f"{version}  {folder}")
+    if as_json:
+        print_json({"tag": version, "checkpoint": str(folder)})
+    else:
+        print(f"{version}  {folder}")
 
 
 @app.command()
@@ -274,6 +308,7 @@ def import_(
     folder: Path = typer.Argument(help="The folder to write to: a folder of checkpoints, or a run."),
     like: Path | None = typer.Option(None, "--like", help="A run whose model the weights must fit."),
     trust: bool = typer.Option(False, "--trust", help="Unpickle any content, which can run arbitrary code."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Convert another program's weights to a model-only checkpoint, for `start_from` of a new run.
 
@@ -304,7 +339,10 @@ def import_(
     with working("writing the checkpoint"):
         saved = save_model(folder / "checkpoints" if is_run else folder, weights, made_from)
     parameters = sum(tensor.numel() for tensor in weights.values())
-    print(f"{len(weights)} tensors, {parameters:,} parameters\nwritten  {saved}")
+    if as_json:
+        print_json({"tensors": len(weights), "parameters": parameters, "checkpoint": str(saved)})
+    else:
+        print(f"{len(weights)} tensors, {parameters:,} parameters\nwritten  {saved}")
 
 
 @app.command()
@@ -377,6 +415,7 @@ def unpack(
     store: Path = typer.Argument(help="The folder of packed checkpoints."),
     name: str = typer.Argument(help="Its name there."),
     folder: Path = typer.Argument(help="The folder of checkpoints to write it to."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Unpack a checkpoint so that a run can load it. Every tensor is compared with its hash.
 
@@ -386,7 +425,11 @@ def unpack(
     from bessemer.observe.progress import working
 
     with reporting_damage(), working("unpacking"):
-        print(f"written  {run_unpack(store, name, folder)}")
+        written = run_unpack(store, name, folder)
+    if as_json:
+        print_json({"checkpoint": str(written)})
+    else:
+        print(f"written  {written}")
 
 
 @app.command()
@@ -398,6 +441,7 @@ def average(
     greedy: bool = typer.Option(
         False, "--greedy", help="Add a checkpoint only if the validation loss falls (greedy soup)."
     ),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Average checkpoints of a run into a model-only checkpoint of the same run.
 
@@ -426,7 +470,7 @@ def average(
 
             soup = greedy_soup(sources, validator(existing.folder))
             chosen, weights, loss, shares = soup.names, soup.weights, soup.loss, [1.0] * len(soup.names)
-            for name, alone in soup.alone.items():
+            for name, alone in soup.alone.items() if not as_json else ():
                 print(f"{name}  validation loss {alone:.4f}{'  used' if name in chosen else ''}")
         else:
             chosen = list(sources)
@@ -436,5 +480,8 @@ def average(
     made_from = {"averaged_of": chosen, "shares": [share / total for share in shares], "greedy": greedy}
     like = max((manifests[name] for name in chosen), key=lambda manifest: manifest.step)
     saved = save_model(existing.checkpoints, weights, made_from, like, loss)
+    if as_json:
+        print_json({"checkpoint": str(saved), "validation_loss": loss, **made_from})
+        return
     print(f"average of {', '.join(chosen)}" + ("" if loss is None else f"; validation loss {loss:.4f}"))
     print(f"written  {saved}")

@@ -6,10 +6,12 @@ Tables are as wide as the terminal, and never cut where there is none.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +100,23 @@ def print_rows(rows: Sequence[Sequence[str]]) -> None:
 def print_json(value: Any, **options: Any) -> None:
     """Print a value as indented JSON; options are those of json.dumps."""
     print(json.dumps(value, indent=1, **options))
+
+
+@contextmanager
+def lines_on_stderr(as_json: bool) -> Iterator[None]:
+    """With --json, lines printed inside, also by child processes, go to stderr: stdout holds the JSON alone."""
+    if not as_json:
+        yield
+        return
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def name_spec(message: str, spec: Path, settings: Sequence[str] = ()) -> str:

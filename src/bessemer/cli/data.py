@@ -368,6 +368,7 @@ def extend(
     paths: list[Path] = typer.Argument(help="Text of the new domain."),
     tokens: int = typer.Option(1000, "--tokens", min=1, help="Maximum number of new tokens."),
     text_field: str = _TEXT_FIELD,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Add tokens of a domain to a BPE tokenizer, for continued pre-training. Existing ids stay.
 
@@ -384,6 +385,10 @@ def extend(
     out.parent.mkdir(parents=True, exist_ok=True)
     extended.tokenizer.save(out)
     before, after = extended.before.bytes_per_token, extended.after.bytes_per_token
+    if as_json:
+        rates = {"bytes_per_token_before": before, "bytes_per_token_after": after}
+        print_json({"file": str(out), "new_tokens": extended.tokens, **rates}, ensure_ascii=False)
+        return
     print(f"{len(extended.tokens):,} new tokens; bytes per token of this text {before:.2f} -> {after:.2f}")
     print("first: " + ", ".join(repr(token) for token in extended.tokens[:12]))
     print(f"written  {out}")

@@ -70,7 +70,7 @@ def export(
     mode = "skip" if skip_check else check
     try:
         if to == "peft":
-            _peft(source, out, base, checkpoint, overwrite)
+            _peft(source, out, base, checkpoint, overwrite, as_json)
         elif to == "gguf":
             place = out or source / "export" / "gguf" / f"{quantization or dtype.replace('same', 'fp16')}.gguf"
             _gguf(
@@ -89,19 +89,23 @@ def export(
         elif to in ("onnx", "pt"):
             _graph(source, to, out or source / "export" / to, checkpoint, not skip_check, overwrite, region, as_json)
         else:
-            _hf(source, to, out, dtype, family, mode, checkpoint, overwrite, region, verbose)
+            _hf(source, to, out, dtype, family, mode, checkpoint, overwrite, region, verbose, as_json)
     except (Mismatch, DamagedCheckpoint, OSError) as error:  # not the user's mistake, and nothing worth keeping
         print(f"{error}\nnothing was written", file=sys.stderr)
         raise typer.Exit(1) from None
 
 
-def _peft(source: Path, out: Path | None, base: Path | None, checkpoint: str, overwrite: bool) -> None:
+def _peft(source: Path, out: Path | None, base: Path | None, checkpoint: str, overwrite: bool, as_json: bool) -> None:
     from bessemer.export.hf import open_native
     from bessemer.export.peft import held_in_nf4, to_peft
 
     place = out or source / "export" / "peft"
     native = open_native(source, checkpoint, merged=False)
     count, outcome = to_peft(native, place, base, overwrite)
+    if as_json:
+        facts = {"folder": str(place), "tensors": count, "check": outcome, "held_in_nf4": bool(held_in_nf4(native))}
+        print_json(facts)
+        return
     print(f"adapter  {count} tensors; {outcome}")
     if held_in_nf4(native):
         print("base     in nf4 while it trained: load it in 4 bits (nf4, double quantization) to use it")
@@ -110,8 +114,10 @@ def _peft(source: Path, out: Path | None, base: Path | None, checkpoint: str, ov
 
 def _hf(
     source: Path, to: str, out: Path | None, dtype: str, family: str | None, mode: str, checkpoint: str,
-    overwrite: bool, region: str | None, verbose: bool,
+    overwrite: bool, region: str | None, verbose: bool, as_json: bool,
 ) -> None:  # fmt: skip
+    from dataclasses import asdict
+
     from bessemer.export.hf import open_native, to_hf, to_native
     from bessemer.export.peft import held_in_nf4
     from bessemer.observe.progress import working
@@ -119,7 +125,7 @@ def _hf(
 
     if to == "hf":
         native = open_native(source, checkpoint)
-        if held := held_in_nf4(native):
+        if (held := held_in_nf4(native)) and not as_json:
             print(f"base     {held} matrices with the nf4 values that the adapter trained with")
         with working("opening the checkpoint") as report:
             result = to_hf(native, out or source / "export" / "hf", dtype, family, mode, overwrite, report)
@@ -127,6 +133,16 @@ def _hf(
         assert out is not None
         with working("opening the folder") as report:
             result = to_native(source, out, mode, overwrite, report)
+    if to == "hf":
+        checks = [f"transformers, {result.dtype}: {result.comparison}"] if result.comparison else []
+        _write_card(result.folder, source, to, checks, region)
+    if as_json:
+        comparison = asdict(result.comparison) if result.comparison else None
+        print_json({
+            "folder": str(result.folder), "family": result.family, "tensors": result.tensors,
+            "parameters": result.parameters, "dtype": result.dtype, "check": comparison,
+        })  # fmt: skip
+        return
     print(f"{result.family}  {result.tensors} tensors, {human_count(result.parameters)} parameters, {result.dtype}")
     if result.comparison is None:
         print("not checked")
@@ -134,9 +150,6 @@ def _hf(
         for part, gap in result.comparison.parts.items() if verbose else ():
             print(f"  {part:<12} {gap:.1e}")
         print(f"checked on {result.tokens}: {result.comparison}")
-    if to == "hf":
-        checks = [f"transformers, {result.dtype}: {result.comparison}"] if result.comparison else []
-        _write_card(result.folder, source, to, checks, region)
     print(f"written  {result.folder}")
 
 

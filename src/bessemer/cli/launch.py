@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from bessemer.cli.console import AS_JSON, SETTINGS, SPEC, group_with_default, print_json, print_table
+from bessemer.cli.console import AS_JSON, SETTINGS, SPEC, group_with_default, lines_on_stderr, print_json, print_table
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,11 +65,14 @@ def submit(
     ),
     out: Path | None = typer.Option(None, "--out", help="With --emit: the folder (default: NAME-FRAMEWORK)."),
     max_restarts: int = typer.Option(3, "--max-restarts", min=0, help="How often torchrun restarts crashed workers."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Submit a run for training. The word `submit` may be left out.
 
     Example: bessemer launch submit my-run.yaml --on slurm --nodes 4 --gpus 8 --time 24h --dry-run
     """
+    from dataclasses import asdict
+
     from bessemer.launch.request import LaunchRequest, check_request, idle_ranks_note
     from bessemer.launch.submit import generate_files
     from bessemer.launch.submit import submit as submit_request
@@ -77,7 +80,7 @@ def submit(
 
     run = load_spec(spec, settings)
     if emit:
-        _emit_files(emit, run, out, nodes * gpus if gpus else None, dry_run)
+        _emit_files(emit, run, out, nodes * gpus if gpus else None, dry_run, as_json)
         return
     if gpus is None:
         gpus = 0 if run.parallel.device == "cpu" else 1
@@ -91,25 +94,43 @@ def submit(
     if note := idle_ranks_note(request):
         typer.echo(note, err=True)
     if dry_run:
-        for name, text in generate_files(request).items():
-            print(f"##### {request.folder / name}\n{text}")
+        _print_files(request.folder, generate_files(request), as_json)
         return
-    job = submit_request(request, lambda line: print(line, flush=True))
-    if job is not None:
+    if as_json and on == "local":
+        raise UserError(f"--json: --on local trains in this process: use `bessemer train {spec} --json`")
+    with lines_on_stderr(as_json):
+        job = submit_request(request, lambda line: print(line, flush=True))
+    if as_json:
+        print_json({"submitted": job is not None, "folder": str(request.folder), **(asdict(job) if job else {})})
+    elif job is not None:
         print(f"submitted  {job.name} as {job.on} job {job.id}; check it with `bessemer launch status {job.name}`")
 
 
-def _emit_files(framework: str, run: RunSpec, out: Path | None, processes: int | None, dry_run: bool) -> None:
+def _print_files(folder: Path, files: Mapping[str, str], as_json: bool) -> None:
+    """The files of a dry run."""
+    if as_json:
+        print_json({"files": {str(folder / name): text for name, text in files.items()}})
+        return
+    for name, text in files.items():
+        print(f"##### {folder / name}\n{text}")
+
+
+def _emit_files(
+    framework: str, run: RunSpec, out: Path | None, processes: int | None, dry_run: bool, as_json: bool
+) -> None:
     """Write the run for another framework."""
     from bessemer.launch.emit import emit, write_files
 
     folder = out or Path(f"{run.name}-{framework}")
     emitted = emit(framework, run, folder, processes)
     if dry_run:
-        for name, text in emitted.files.items():
-            print(f"##### {folder / name}\n{text}")
+        _print_files(folder, emitted.files, as_json)
         return
     write_files(emitted, folder)
+    if as_json:
+        names = [str(folder / name) for name in sorted(emitted.files)]
+        print_json({"files": names, "notes": list(emitted.notes), "start": emitted.command})
+        return
     print(f"wrote  {', '.join(sorted(emitted.files))} to {folder}")
     for note in emitted.notes:
         print(f"note   {note}")
@@ -152,19 +173,23 @@ def status(
 
 
 @app.command()
-def logs(name: str = NAME, runs: Path = RUNS) -> None:
+def logs(name: str = NAME, runs: Path = RUNS, as_json: bool = AS_JSON) -> None:
     """Show the last lines of a submitted run's output.
 
     Example: bessemer launch logs my-run
     """
-    from bessemer.launch.job import find_job
-    from bessemer.launch.submit import show_logs
+    from bessemer.launch.job import find_job, run_client
+    from bessemer.launch.submit import TARGETS, show_logs
 
-    raise typer.Exit(show_logs(find_job(name, runs)))
+    job = find_job(name, runs)
+    if as_json:
+        print_json({"run": job.name, "on": job.on, "job": job.id, "output": run_client(TARGETS[job.on].logs(job))})
+        return
+    raise typer.Exit(show_logs(job))
 
 
 @app.command()
-def cancel(name: str = NAME, runs: Path = RUNS) -> None:
+def cancel(name: str = NAME, runs: Path = RUNS, as_json: bool = AS_JSON) -> None:
     """Cancel a submitted run. A run in training saves first, if the target gives it the time.
 
     Example: bessemer launch cancel my-run
@@ -174,6 +199,9 @@ def cancel(name: str = NAME, runs: Path = RUNS) -> None:
 
     job = find_job(name, runs)
     output = run_client(TARGETS[job.on].cancel(job)).strip()
+    if as_json:
+        print_json({"cancelled": job.name, "on": job.on, "job": job.id, "output": output})
+        return
     print(output or f"cancelled  {job.name} ({job.on} job {job.id})")
 
 

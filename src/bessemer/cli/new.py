@@ -1,4 +1,4 @@
-"""`bessemer new`: starter projects around a served model."""
+"""`bessemer new`: starter projects for training, and around a served model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ from pathlib import Path
 
 import typer
 
+from bessemer.cli.console import AS_JSON, print_json
+
 
 def new(
-    kind: str = typer.Argument(help="endpoint (FastAPI with a container file) or web-form (Next.js with Supabase)."),
+    kind: str = typer.Argument(
+        help="sentiment, text-generation, trades, continued-pretraining, sft-lora, dpo, rlhf, cluster; for a served "
+        "model: endpoint (FastAPI with a container file), web-form (Next.js with Supabase)."
+    ),
     folder: Path = typer.Argument(help="A new folder; its name is the project's."),
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Write a starter project for a served model: a prediction endpoint, or a web form that calls it.
+    """Write a starter project: data made on the spot, spec, tests and a README; or an endpoint or form for a model.
 
-    Example: bessemer new endpoint my-endpoint
+    Example: bessemer new sft-lora my-assistant
     """
-    from bessemer.serve.project import new_project
+    from bessemer.starters.project import new_project
 
-    for path in new_project(kind, folder):
-        print(path)
-    print(f"\nnext: read {folder / 'README.md'}, copy .env.example and fill in the keys")
+    files = new_project(kind, folder)
+    if as_json:
+        print_json({"kind": kind, "folder": str(folder), "files": [str(path) for path in files]})
+        return
+    print("\n".join(str(path) for path in files))
+    keys = ", copy .env.example and fill in the keys" if (folder / ".env.example").exists() else ""
+    print(f"\nnext: read {folder / 'README.md'}{keys}")

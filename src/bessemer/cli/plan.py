@@ -214,6 +214,7 @@ def job(
     volume: str | None = typer.Option(None, "--volume", help="A volume claim, a Modal volume or a bucket."),
     install: str | None = typer.Option(None, "--install", help="sky and modal: what pip installs."),
     hosts: str | None = typer.Option(None, "--hosts", help="ssh: HOST[,HOST...]."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Write the files that start a spec on a cluster, for as many nodes as its plan uses. Submits nothing.
 
@@ -224,7 +225,11 @@ def job(
     proposal = _propose(_request(spec, None, None, []), gpus, None)
     price = proposal.costs[0].price if proposal.costs else None
     options = {"image": image, "volume": volume, "install": install, "hosts": hosts}
-    write_planned(planned_request(spec, spec.read_text(), on, proposal.goal.cluster, price, options), print)
+    request = planned_request(spec, spec.read_text(), on, proposal.goal.cluster, price, options)
+    files, command = write_planned(request)
+    _print(
+        {"files": files, "start": command}, [*(f"written  {file}" for file in files), f"start    {command}"], as_json
+    )
 
 
 @app.command()
@@ -251,6 +256,28 @@ def check(
 
     checked = check_file(rows)
     _print(to_json(checked), table(checked), as_json)
+
+
+@app.command()
+def forecast(
+    run: Path = typer.Argument(help="The run's folder, such as runs/demo."),
+    at: str | None = typer.Option(None, "--at", help="Forecast from the first part only, such as 30%."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Forecast the final loss of a run from its curve and schedule, and compare a longer run with a larger model.
+
+    Example: bessemer plan forecast runs/my-run
+    """
+    from bessemer.plan.run_forecast import forecast_run
+    from bessemer.run.directory import Run
+    from bessemer.spec.quantity import parse_share
+
+    try:
+        share = None if at is None else parse_share(at)
+    except ValueError as error:
+        raise _error(f"--at: {error}") from None
+    forecast = forecast_run(Run.existing(run), share)
+    _print(forecast.to_json(), forecast.lines(), as_json)
 
 
 def _error(text: str) -> Exception:

@@ -1,4 +1,5 @@
-"""`bessemer runs` lists the runs in a folder; `bessemer replay` recomputes a past step of one."""
+"""`bessemer runs` lists the runs in a folder and answers questions about their metrics; `bessemer replay` recomputes a
+past step of one."""
 
 from __future__ import annotations
 
@@ -7,19 +8,29 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from bessemer.cli.console import AS_JSON, DEVICE, RUN, print_json, print_table
+from bessemer.cli.console import AS_JSON, DEVICE, RUN, group_with_default, print_json, print_rows, print_table
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
     from bessemer.run.directory import RunSummary
 
 
+app = typer.Typer(
+    cls=group_with_default("list", alone=True),
+    help="List runs with state, step, loss and age, newest first. `bessemer runs metrics RUN` prints metrics. "
+    "`bessemer runs list --help` lists the options of the list.",
+)
+
+
+@app.command("list")
 def runs(
     folder: Path = typer.Argument(Path("runs"), help="The folder that holds the runs, or one run."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """List runs with state, step, loss and age, newest first. For one run, also compare it with its plan and show what
-    each process holds and how fast it is.
+    """List runs with state, step, loss, forecast of the final loss and age, newest first. For one run, also compare it
+    with its plan and show what each process holds and how fast it is.
+
+    The word `list` may be left out.
 
     Example: bessemer runs --json
     """
@@ -56,6 +67,46 @@ def runs(
             )
 
 
+@app.command()
+def metrics(
+    run: Path = RUN,
+    names: str = typer.Option("", "--names", help="Such as loss,lr,validation.loss (default: loss, lr, grad_norm)."),
+    first: int = typer.Option(0, "--from", min=0, help="The first step, counted from 0."),
+    last: int | None = typer.Option(None, "--to", min=0, help="The last step (default: the newest)."),
+    every: int | None = typer.Option(None, "--every", min=1, help="Print every N-th step (default: at most 200 rows)."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Print metrics of a range of steps, with the extremes over every step of it.
+
+    Example: bessemer runs metrics runs/demo --names loss,validation.loss --from 100 --to 500 --every 10
+    """
+    from bessemer.run.directory import Run
+    from bessemer.run.journal import json_ready
+    from bessemer.run.query import query_metrics
+
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    answer = query_metrics(Run.existing(run), wanted, first, last, every)
+    if as_json:
+        print_json(json_ready(answer.to_json()))
+        return
+    columns = list(answer.summary)
+    cells = [
+        [f"{row['step']:,}", *("" if name not in row else f"{row[name]:.5g}" for name in columns)]
+        for row in answer.rows
+    ]
+    print_rows([["step", *columns], *cells])
+    for name, summary in answer.summary.items():
+        extremes = (
+            ""
+            if summary.min is None
+            else (
+                f"min {summary.min:.5g} at step {summary.min_step:,}, "
+                f"max {summary.max:.5g} at step {summary.max_step:,}, mean {summary.mean:.5g}; "
+            )
+        )
+        print(f"{name}: {extremes}{summary.count:,} values, {summary.nonfinite:,} not finite")
+
+
 def _print_summaries(summaries: list[RunSummary]) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -64,7 +115,9 @@ def _print_summaries(summaries: list[RunSummary]) -> None:
     from bessemer.spec.quantity import human_time
 
     table = Table(box=None, pad_edge=False)
-    for column in ("run", "state", "step", f"loss (mean of {LOSS_WINDOW})", "val", "age", "last word"):
+    forecasts = any(run.forecast for run in summaries)
+    losses = (f"loss (mean of {LOSS_WINDOW})", "val", *(["forecast"] if forecasts else []))
+    for column in ("run", "state", "step", *losses, "age", "last word"):
         justify: Literal["left", "right"] = "left" if column in ("run", "state", "last word") else "right"
         table.add_column(column, justify=justify, no_wrap=column != "last word")
     colours = {"running": "green", "failed": "red", "unreadable": "red", "interrupted": "yellow", "stopped": "yellow"}
@@ -73,6 +126,10 @@ def _print_summaries(summaries: list[RunSummary]) -> None:
         total = f"/{run.total_steps:,}" if run.total_steps and run.total_steps >= (run.step or 0) else ""
         step = "-" if run.step is None else f"{run.step:,}{total}"
         numbers = ["-" if value is None else f"{value:.3f}" for value in (run.mean_loss, run.validation_loss)]
+        if forecasts:
+            numbers.append(
+                "-" if run.forecast is None else "{final:.3f} ({low:.3f} to {high:.3f})".format(**run.forecast)
+            )
         state = Text(run.state, style=colours.get(run.state, ""))
         # Text, not markup: a reason may contain square brackets. One run is one line: a long reason is cut.
         reason = Text(run.reason, no_wrap=True, overflow="ellipsis")

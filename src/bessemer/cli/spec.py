@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from bessemer.cli.console import SETTINGS, SPEC, CommandGroup, print_json
+from bessemer.cli.console import AS_JSON, SETTINGS, SPEC, CommandGroup, print_json
 
 app = typer.Typer(
     cls=CommandGroup, help="Check a spec, show it in full, or print its JSON Schema.", no_args_is_help=True
@@ -20,6 +20,7 @@ def check(
     skip_paths: bool = typer.Option(
         False, "--skip-paths", help="Do not check the files and folders that it names: they are on another machine."
     ),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Report every mistake in a spec with its line and fix, and warn about settings that run but rarely work.
 
@@ -36,15 +37,30 @@ def check(
 
     if has_stages(spec):
         chain = load_chain(spec, settings)
+        if as_json:
+            names = [stage.name for stage in chain.stages]
+            print_json({"spec": str(spec), "stages": names, "warnings": [], "paths_checked": False})
+            return
         print(f"{spec}: fine, {len(chain.stages)} stages: {', '.join(stage.name for stage in chain.stages)}")
         return
     loaded = load_document(spec, settings)
     if not skip_paths and (problems := loaded.locate(path_problems(loaded.spec, read_shape))):
         raise SpecError([*problems, f"{spec}: pass --skip-paths if its files are on another machine"])
-    warnings = lint_spec(loaded.spec, None if skip_paths else Path())
-    for warning in sorted(warnings, key=lambda warning: loaded.document.rank(warning.path)):
-        key = ".".join(str(step) for step in warning.path)
-        print(f"{loaded.document.place(warning.path)}: warning: {key}: {warning.message} [{warning.rule}]")
+    warnings = sorted(
+        lint_spec(loaded.spec, None if skip_paths else Path()), key=lambda lint: loaded.document.rank(lint.path)
+    )
+    rows = [
+        {
+            "place": loaded.document.place(lint.path), "key": ".".join(map(str, lint.path)), "message": lint.message,
+            "rule": lint.rule,
+        }
+        for lint in warnings
+    ]  # fmt: skip
+    if as_json:
+        print_json({"spec": str(spec), "run": loaded.spec.name, "warnings": rows, "paths_checked": not skip_paths})
+        return
+    for row in rows:
+        print(f"{row['place']}: warning: {row['key']}: {row['message']} [{row['rule']}]")
     result = f"{len(warnings)} warning{'s' * (len(warnings) != 1)}" if warnings else "fine"
     unchecked = "; its paths were not checked" if skip_paths else ""
     print(f"{spec}: {result} (run {loaded.spec.name}){unchecked}")
@@ -55,7 +71,7 @@ def show(
     spec: Path = SPEC,
     settings: list[str] = SETTINGS,
     plot: bool = typer.Option(False, "--plot", help="Draw the learning rate over the run instead."),
-    json: bool = typer.Option(False, "--json", help="With --plot: print the steps and rates."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Print a spec with every default filled in. Keys that stay `auto` are decided when the run starts.
 
@@ -65,7 +81,10 @@ def show(
 
     loaded = load_spec(spec, settings)
     if not plot:
-        print(dump_spec(loaded), end="")
+        if as_json:
+            print_json(loaded.model_dump(mode="json"))
+        else:
+            print(dump_spec(loaded), end="")
         return
     from bessemer.observe.figure import LineChart
     from bessemer.plan.decide import sketch_run
@@ -74,7 +93,7 @@ def show(
     sketch, notes = sketch_run(loaded)
     schedule = run_schedule(loaded.schedule, sketch)
     steps, rates = curve(schedule, max(sketch.total_steps, 1))
-    if json:
+    if as_json:
         print_json({"steps": list(steps), "lr": rates, "notes": notes})
         return
     marks = {reason: float(step) for step, reason in schedule.changes().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from bessemer.cli.console import SETTINGS, SPEC, naming_spec
+from bessemer.cli.console import AS_JSON, SETTINGS, SPEC, lines_on_stderr, naming_spec, print_json
 from bessemer.errors import UserError
 
 if TYPE_CHECKING:
@@ -89,6 +90,18 @@ def start_processes(count: int) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *launcher, "-m", "bessemer", *sys.argv[1:]])
 
 
+def _run_json(folder: Path) -> dict[str, Any]:
+    """The run as `bessemer runs` lists it."""
+    from dataclasses import asdict
+
+    from bessemer.run.directory import Run, summarize
+    from bessemer.run.journal import json_ready
+
+    if not (folder / "events.jsonl").exists():  # a stage that has not started
+        return {"name": folder.name, "folder": str(folder), "state": "new"}
+    return json_ready(asdict(summarize(Run(folder))))
+
+
 def train(
     spec: Path = SPEC,
     settings: list[str] = SETTINGS,
@@ -101,6 +114,7 @@ def train(
     ),
     profile_steps: int = typer.Option(3, help="With --profile: steps to measure, after five of warm-up."),
     nsight: bool = typer.Option(False, "--nsight", help="Like --profile, for use under nsys or ncu: marks the steps."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Train a run. The same command again continues it.
 
@@ -112,9 +126,16 @@ def train(
     from bessemer.spec.stages import has_stages, load_chain
 
     if has_stages(spec):
-        from bessemer.session.stages import train_chain
+        from bessemer.session.stages import REPORT, train_chain
 
-        raise typer.Exit(train_chain(load_chain(spec, settings), ["--plain"] * plain, restart))
+        chain = load_chain(spec, settings)
+        with lines_on_stderr(as_json):
+            code = train_chain(chain, ["--plain"] * plain, restart)
+        if as_json:
+            print_json(
+                {"report": str(chain.folder / REPORT), "stages": [_run_json(stage.run) for stage in chain.stages]}
+            )
+        raise typer.Exit(code)
     run_spec = load_spec(spec, settings)
     if code := ended_before(Path(run_spec.runs) / run_spec.name):
         raise typer.Exit(code)
@@ -130,9 +151,13 @@ def train(
     from bessemer.session.session import Session
     from bessemer.train.control import STOP
 
-    live = sys.stdout.isatty() and not plain
+    live = sys.stdout.isatty() and not plain and not as_json
     resume_with = None if settings else str(spec)  # with overrides, continue with the spec in the run's folder
-    view: RunView = LiveView(resume_with) if live else LineView(resume_with, run_spec.observe.line_every)
+    view: RunView = (
+        LiveView(resume_with)
+        if live
+        else LineView(resume_with, run_spec.observe.line_every, sys.stderr if as_json else None)
+    )
     if os.environ.get("RANK", "0") != "0":  # only rank 0 prints
         view = RunView()
     if profile or nsight:
@@ -140,7 +165,10 @@ def train(
 
         session = ProfileSession(run_spec, view, profile_steps, nsight)
         session.train()
-        if session.text:
+        if as_json:
+            report = session.folder / "profile.json"
+            print_json({"folder": str(session.folder), **(json.loads(report.read_text()) if session.text else {})})
+        elif session.text:
             print(
                 f"\n{session.text}\nin {session.folder}: profile.txt, profile.json, trace.json.gz for ui.perfetto.dev"
             )
@@ -148,6 +176,8 @@ def train(
     with naming_spec(spec, settings):
         outcome = Session(run_spec, view, restart=restart).train()
     leave_process_group()
+    if as_json and os.environ.get("RANK", "0") == "0":
+        print_json(_run_json(Path(run_spec.runs) / run_spec.name))
     if outcome.kind == "interrupted" and outcome.reason.startswith(STOP):
         return  # as asked: a launcher must not start it again
     if outcome.kind == "interrupted":

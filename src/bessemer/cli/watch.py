@@ -25,14 +25,18 @@ def page(
     token: str = typer.Option("", "--token", help="The token that is asked for (default: made where one is needed)."),
     no_browser: bool = typer.Option(False, "--no-browser", help="Do not open the page."),
     control: bool = typer.Option(False, "--control", help="Let the page save, pause, stop and change live runs."),
+    imports: list[Path] = typer.Option(
+        [], "--import", help="A run of another framework, as a file or folder: it is imported into RUNS. Repeatable."
+    ),
 ) -> None:
     """Serve the live page, during the runs and after them. The word `page` may be left out.
 
     Example: bessemer watch runs --port 8800
+    Example: bessemer watch imported --import output/trainer_state.json
     """
     from bessemer.watch.server import WatchOptions, watch
 
-    watch(WatchOptions(runs, host, port, token, not no_browser, control))
+    watch(WatchOptions(runs, host, port, token, not no_browser, control, tuple(imports)))
 
 
 @app.command()
@@ -40,6 +44,7 @@ def export(
     run: Path = RUN,
     out: Path = typer.Option(None, "--out", help="The file to write (default: NAME.html)."),
     compare: list[Path] = typer.Option([], "--with", help="A run to draw over it. Repeatable."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Write a run's page as one HTML file that needs no server: curves, events, reports, plan, spec.
 
@@ -51,7 +56,10 @@ def export(
         raise UserError(f"watch needs {error.name}: pip install 'bessemer[watch]'") from None
     path = out or Path(f"{run.resolve().name}.html")
     size = export_run([run, *compare], path)
-    print(f"{path}  {size / 1e6:.1f} MB")
+    if as_json:
+        print_json({"file": str(path), "bytes": size})
+    else:
+        print(f"{path}  {size / 1e6:.1f} MB")
 
 
 @app.command()

@@ -149,10 +149,8 @@ def planned_request(
     return check_request(request)
 
 
-def write_planned(request: LaunchRequest, report: Callable[[str], None]) -> None:
-    """Write all files and report the command that submits them."""
+def write_planned(request: LaunchRequest) -> tuple[list[str], str]:
+    """Write all files; their paths and the command that submits them."""
     files = generate_files(request)
     write_files(request, files)
-    for name in files:
-        report(f"written  {request.folder / name}")
-    report(f"start    {shlex.join(TARGETS[request.on].submit(request))}")
+    return [str(request.folder / name) for name in files], shlex.join(TARGETS[request.on].submit(request))

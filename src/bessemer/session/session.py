@@ -20,6 +20,7 @@ from bessemer.observe.view import RunView
 from bessemer.parallel.world import World, exit_silently, join_process_group
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
+from bessemer.plan.run_forecast import FORECAST_OF, LiveForecast
 from bessemer.plan.search.layout import check_processes
 from bessemer.run.control import RequestReader
 from bessemer.run.directory import Run, RunReader, RunWriter
@@ -225,6 +226,8 @@ class Session:
         responder = IncidentResponder(job, job.saver.store)
         job.guard.examine = responder.examine
         job.recorder.requests = RequestReader(job.recorder.run.folder) if job.world.main else None
+        if job.world.main and self.spec.objective in FORECAST_OF:
+            self.view.forecaster = LiveForecast(job.recorder.run, job.engine.schedule, job.plan.total_steps).add
         hangs = HangResponse(job, self.view.log)
         several = job.world.size > 1
         watchdog = Watchdog(

@@ -47,6 +47,7 @@ from bessemer.spec.quantity import (
 from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.rl import GKD, RL_OBJECTIVES, RlSpec
 from bessemer.spec.schedule import ScheduleSpec
+from bessemer.spec.sweep import SweepSpec
 from bessemer.spec.text_steps import StepSpec
 
 
@@ -326,6 +327,9 @@ class RunSpec(SpecSection):
     alerts: AlertsSpec | None = setting(None, "messages about events and metrics", {"routes": [{"to": "SLACK_URL"}]})
     evaluate: EvaluateSpec = section(EvaluateSpec, "validation during the run")
     lints: LintsSpec = section(LintsSpec, "warnings about common mistakes")
+    sweep: SweepSpec | None = setting(
+        None, "what `bessemer sweep` varies", {"parameters": {"optimizer.lr": [1e-4, 3e-4, 1e-3]}}
+    )
 
     @model_validator(mode="before")
     @classmethod
