@@ -164,7 +164,13 @@ def test_a_row_has_every_number_of_a_record() -> None:
                     "rank_step_s": [1.0, 2.0], "note": "text", "time": 7.0}, "train", 1.0)  # fmt: skip
     assert row and row.time == 7.0 and row.named.pop("train/loss") != row.values["loss"]
     del row.values["loss"]
-    assert row.values == {"vetoed": 1.0, "per_source/a": 1.0, "clipped": 1.0, "rank_step_s/0": 1.0, "rank_step_s/1": 2.0}
+    assert row.values == {
+        "vetoed": 1.0,
+        "per_source/a": 1.0,
+        "clipped": 1.0,
+        "rank_step_s/0": 1.0,
+        "rank_step_s/1": 2.0,
+    }
 
 
 def test_a_tracker_that_stays_away_gives_up_after_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

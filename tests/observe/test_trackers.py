@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import math
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
+import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -90,7 +94,9 @@ def test_tensorboard(run: RunWriter) -> None:
     assert {event.step: event.value for event in reader.Scalars("demo", "train/loss")} == losses
     assert [event.step for event in reader.Scalars("demo", "validation/per_source/words")] == [20]
     texts = {tag: reader.Tensors("demo", tag)[0].tensor_proto.string_val[0] for tag in reader.Runs()["demo"]["tensors"]}
-    assert texts["sample/text_summary"] == b"Once upon a time" and b"optimizer.lr | 0.01" in texts["config/text_summary"]
+    assert (
+        texts["sample/text_summary"] == b"Once upon a time" and b"optimizer.lr | 0.01" in texts["config/text_summary"]
+    )
 
 
 def records_of(path: Path) -> list[Any]:
@@ -131,7 +137,9 @@ def test_wandb_offline(run: RunWriter) -> None:
         for record in records
         if record.WhichOneof("record_type") == "history"
     ]
-    steps = [(int(row["step"]), int(row["generation"]), float(row["train/loss"])) for row in rows if "train/loss" in row]
+    steps = [
+        (int(row["step"]), int(row["generation"]), float(row["train/loss"])) for row in rows if "train/loss" in row
+    ]
     newest = {step: loss for step, _, loss in sorted(steps, key=lambda each: each[1])}
     assert newest == {step: loss_at(step, 1.0 if step >= 12 else 0.0) for step in range(20)}
     (info,) = [record.run for record in records if record.WhichOneof("record_type") == "run"][:1]
@@ -255,3 +263,56 @@ def test_values_that_are_not_finite_arrive(run: RunWriter) -> None:
     following = start(run, to="tensorboard")
     run.step({"step": 0, "loss": math.nan, "grad_norm": math.inf})
     assert following.forward() == 1
+
+
+def run_alone(code: str, run: RunWriter) -> None:
+    """Run code in a process of its own: some clients patch other libraries when they are imported."""
+    completed = subprocess.run(
+        [sys.executable, "-c", code, str(run.folder)], capture_output=True, text=True, timeout=110
+    )
+    assert completed.returncode == 0, completed.stderr[-2000:]
+
+
+FORWARD_ALONE = """
+import sys
+from bessemer.observe.trackers.forward import Forwarder
+from bessemer.run.directory import Run
+from bessemer.spec.observers import TrackerSpec
+following = Forwarder(Run(sys.argv[1]), TrackerSpec.model_validate({"to": NAME, "offline": True, "tags": ["first"]}))
+assert following.acquire() and following.forward() == 21
+following.finish("finished")
+"""
+
+
+@pytest.mark.slow  # its archive is written at the end of a process
+def test_comet_offline_archive(run: RunWriter) -> None:
+    if importlib.util.find_spec("comet_ml") is None:
+        pytest.skip("comet-ml is not installed")
+    write_steps(run, 0, 20)
+    write_rest(run, 20)
+    run_alone(FORWARD_ALONE.replace("NAME", "'comet'"), run)
+    (archive,) = (run.folder / "trackers" / "comet").glob("*.zip")
+    with zipfile.ZipFile(archive) as file:
+        messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
+    metrics = [message["payload"]["metric"] for message in messages if message["type"] == "metric_msg"]
+    losses = {
+        metric["step"]: float(metric["metricValue"]) for metric in metrics if metric["metricName"] == "train/loss"
+    }
+    assert losses == {step: loss_at(step) for step in range(20)}
+
+
+@pytest.mark.slow  # its session is packed after pauses of seconds
+@pytest.mark.timeout(320)
+def test_clearml_offline_session(run: RunWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("clearml") is None:
+        pytest.skip("clearml is not installed")
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "clearml"))
+    write_steps(run, 0, 20)
+    write_rest(run, 20)
+    run_alone(FORWARD_ALONE.replace("NAME", "'clearml'"), run)
+    (session,) = json.loads((run.folder / "trackers" / "clearml.json").read_text())["state"]["sessions"]
+    with zipfile.ZipFile(f"{session}.zip") as file:
+        lines = file.read("metrics.jsonl").decode().splitlines()
+    points = [point for line in lines for point in json.loads(line)]
+    losses = {p["iter"]: p["value"] for p in points if (p.get("metric"), p.get("variant")) == ("loss", "train")}
+    assert losses == {step: loss_at(step) for step in range(20)}

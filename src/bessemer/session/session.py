@@ -91,8 +91,8 @@ class Session:
         with self.world.main_process_first():
             if self.world.main:
                 check_processes(self.spec, self.source.shape if self.source else None, self.world.size)
+            self.observers = ObserverProcess(self.spec, self.world.main, self.view.say)
             run = open_run(run_folder(self.spec)) if self.world.main else RunReader(run_folder(self.spec))
-        self.observers = ObserverProcess(self.spec, self.world.main, self.view.say)
         with self.observers, run:
             try:
                 with self.view.following(run):

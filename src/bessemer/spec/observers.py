@@ -104,7 +104,8 @@ class TrackerSpec(SpecSection):
     @model_validator(mode="after")
     def _keys_fit(self) -> TrackerSpec:
         known = {"to", "tags", "every", *TRACKERS[self.to]}
-        extra = [key for key in type(self).model_fields if key in self.model_fields_set and key not in known]
+        extra = [key for key, field in type(self).model_fields.items()
+                 if key not in known and getattr(self, key) != field.default]  # fmt: skip
         if extra:
             raise ValueError(f"{self.to} has no {extra[0]}; it takes {', '.join(sorted(known - {'to'}))}")
         if self.to == "prometheus" and (self.url is None) == (self.port is None):

@@ -24,7 +24,6 @@ class Incident:
     step: int
     time: float
     metric: str = "loss"
-    report: str = ""
 
     @property
     def key(self) -> str:
@@ -90,13 +89,12 @@ def _number(record: Record, name: str) -> float | None:
     return to_number(value)
 
 
-def event_incident(event: Record, line: str) -> Incident | None:
+def event_incident(event: Record, line: str) -> Incident:
     """The incident that an event of the journal is."""
     kind, step = str(event.get("kind", "")), int(to_number(event.get("step")) or 0)
-    kinds = (kind,)
+    kinds: tuple[str, ...] = (kind,)
     if kind == "alarm":
         name = str(event.get("alarm", ""))
         kinds = (name, kind, *(["throughput"] if name in SLOW else []))
     title = kinds[0].replace("_", " ")
-    report = str(event.get("file", "")) if kind == "report" else ""
-    return Incident(kinds, title, line, step, to_number(event.get("time")) or 0.0, report=report)
+    return Incident(kinds, title, line, step, to_number(event.get("time")) or 0.0)

@@ -48,7 +48,7 @@ class ClearML(Tracker):
         self._task.upload_artifact(f"reports/{path.name}", str(path), wait_on_upload=True)
 
     def flush(self) -> None:
-        self._task.flush(wait_for_uploads=True)
+        self._task.flush()
 
     def close(self, state: str) -> None:
         if state == "failed":

@@ -6,11 +6,12 @@ import uuid
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from bessemer.observe.trackers.tracker import Row, RunInfo, Tracker
 
 # Everything that Comet would find out about its process, which is not the training process.
-NOTHING_OF_ITS_OWN = {
+NOTHING_OF_ITS_OWN: dict[str, Any] = {
     "log_code": False, "log_graph": False, "log_git_metadata": False, "log_git_patch": False, "log_env_details": False,
     "auto_param_logging": False, "auto_metric_logging": False, "auto_output_logging": False, "parse_args": False,
     "auto_histogram_weight_logging": False, "display_summary_level": 0,

@@ -64,7 +64,9 @@ class Tables(Tracker):
 def _records(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One row for each step, with all columns that any of them has."""
     names = dict.fromkeys(name for row in rows for name in row.values)
-    by_step = {row.step: {"step": row.step, "time": row.time} | {n: row.values.get(n) for n in names} for row in rows}
+    by_step: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        by_step[row.step] = {"step": row.step, "time": row.time, **{name: row.values.get(name) for name in names}}
     return list(by_step.values())
 
 

@@ -148,11 +148,11 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def read_config(run: Run) -> dict[str, Any]:
     """What was asked for and what was decided, by key. Sections that the run does not use are left out."""
-    asked = load_spec(run.folder / "spec.yaml").model_dump(mode="json", exclude_defaults=True)
+    requested = load_spec(run.folder / "spec.yaml").model_dump(mode="json", exclude_defaults=True)
     decided: dict[str, Any] = {}
     if (plan := run.folder / "plan.json").exists():
         decided = {f"plan.{entry['key']}": entry["value"] for entry in json.loads(plan.read_text())["decisions"]}
-    return flatten(asked) | flatten(decided)
+    return flatten(requested) | flatten(decided)
 
 
 def make_tracker(name: str) -> Tracker:
