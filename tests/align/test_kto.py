@@ -16,7 +16,8 @@ from tests.session.trl_reference import native_gradients, write_folder
 
 from bessemer.align.answers import REFERENCE
 from bessemer.align.kto import Kto, kto_losses
-from bessemer.data.read.answers import UnusableAnswer, answer_fields
+from bessemer.data.read import Document, divide_source, list_files, read_part
+from bessemer.data.read.answers import UnusableAnswer, answer_fields, answer_messages, divide_answers
 from bessemer.data.stream.batches import OTHER_TARGETS, OTHER_WEIGHTS, Batch
 from bessemer.errors import UserError
 from bessemer.model.families.folder import HfFolder, load_weights
@@ -25,6 +26,7 @@ from bessemer.model.transformer import Decoder, build_model
 from bessemer.parallel.world import World
 from bessemer.session.session import Session
 from bessemer.session.start import complete_spec
+from bessemer.spec.data import SourceSpec
 from bessemer.spec.load import load_spec
 from bessemer.spec.preference import KtoSpec
 from bessemer.spec.schema import RunSpec
@@ -210,6 +212,55 @@ def test_labels_in_the_usual_words_and_columns_of_trl(base: tuple[Path, Path, Pa
     assert complete_spec(spec).data.sources["answers"].columns == {
         "prompt": "prompt", "completion": "completion", "label": "label",
     }  # fmt: skip
+
+
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "is ore hard"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "and coke"},
+    {"role": "assistant", "content": "who knows"},
+    {"role": "user", "content": "try"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+def test_rewards_of_turns_are_labels_of_answers(base: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """Each rated turn is the row that a prompt, a completion and a label would be."""
+
+    def documents(path: Path, columns: dict[str, str]) -> list[tuple[Any, int]]:
+        source = SourceSpec(path=[str(path)], columns=columns)
+        parts = divide_source("turns", list_files(source), source)
+        rows = [row for part in parts for row in read_part(part, source)]
+        assert all(isinstance(row, Document) for row in rows), rows
+        made = divide_answers(iter(rows))  # type: ignore[arg-type]
+        return [(document.messages, int(document.fields["chosen"][0])) for document in made]
+
+    columns = {"turns": "talk", "rewards": "scores"}
+    rated = write_rows(tmp_path / "rated.jsonl", [{"talk": TALK, "scores": [0.7, None, -1]}])
+    plain = [
+        {"question": TALK[:2], "answer": [TALK[2]], "thumb": "up"},
+        {"question": TALK[:6], "answer": [TALK[6]], "thumb": "down"},
+    ]
+    assert documents(rated, columns) == documents(write_rows(tmp_path / "plain.jsonl", plain), LABELLED)
+
+    for scores, message in (
+        ([1, 2], "no list of 3 rewards"),
+        ([1, "x", 2], "'x' and not a finite"),
+        ([None] * 3, "no reward"),
+    ):
+        with pytest.raises(UnusableAnswer, match=message):
+            answer_messages({"talk": TALK, "scores": scores}, columns, lambda value, _: list(value))
+    with pytest.raises(ValueError, match="turns and rewards need each other"):
+        SourceSpec(path=["x.jsonl"], columns={"turns": "talk"})
+
+    rows = [
+        {"talk": [*TALK[:-1], {"role": "assistant", "content": f"no {i}"}], "scores": [1, 0, (-1) ** i]}
+        for i in range(40)
+    ]
+    spec = make_spec(base, "kto-turns", write_rows(tmp_path / "rows.jsonl", rows), columns, budget={"steps": 2})
+    assert Session(spec).train().kind == "finished"
+    assert np.isfinite(columns_of(spec, "loss")).all()
 
 
 def test_a_step_of_one_answer_is_refused(base: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ LONG: list[tuple[str, str, dict[str, Any]]] = [
                                  "norm_topk_prob": True, "head_dim": 8}),
     ("Olmo2", "ForCausalLM", {}),
     ("Phi3", "ForCausalLM", _PHI),
-    ("Phi3", "ForCausalLM", _PHI | {"original_max_position_embeddings": 128, "max_position_embeddings": 512,
+    ("Phi3", "ForCausalLM", _PHI | {"original_max_position_embeddings": 256, "max_position_embeddings": 1024,
                                     "rope_scaling": {"rope_type": "longrope", "rope_theta": 10_000.0,
                                                      "short_factor": [1.0, 1.1, 1.2, 1.3],
                                                      "long_factor": [2.0, 2.1, 2.2, 2.3]}}),
@@ -159,7 +159,7 @@ def test_every_type_opens(source: Open, tmp_path: Path, kind: str) -> None:
         pytest.skip(f"no library with a quantizer: set {llama_cpp.VARIABLE}")
     opened = source("Llama", hidden_size=256, intermediate_size=512)
     done = gguf.to_gguf(opened, tmp_path / "model.gguf", quantization=kind, limit=0.5)
-    assert done.agreements[kind].divergence < 0.2
+    assert done.agreements[kind].divergence < (0.5 if "4" in kind else 0.2)  # of random weights
 
 
 def test_k_quants_need_a_library_that_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_a_resumed_lookahead_goes_on_bit_for_bit(saved_at):
 def test_perturbed_weights_are_restored_bit_for_bit_also_after_nan():
     parameters, _ = made()
     before = [p.detach().clone() for p in parameters]
-    sam = SharpnessAware(parameters, 0.3)
+    sam = SharpnessAware(list(zip("ab", parameters, strict=True)), 0.3)
     for bad in (False, True):
         give(parameters, 0, bad)
         norm = torch.cat([p.grad.flatten() for p in parameters]).norm()

@@ -261,7 +261,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"memory": {"moments": "8bit"}}, "memory: weights, moments, offload_optimizer and update are for engine: torch"),
     ({"memory": {"offload_activations": True}}, "memory.offload_activations: for engine: torch"),
     ({"precision": "fp8"}, "precision: fp8 is for engine: torch"),
-    ({"optimizer": {"name": "muon"}}, "optimizer.name: muon on shards"),
+    ({"optimizer": {"name": "soap"}}, "optimizer.name: soap on shards"),
+    (
+        {"optimizer": {"name": "muon"}, "parallel": {"deepspeed": {"zero": 0}}},
+        "optimizer.name: muon has AdamW beside it, and DeepSpeed steps one optimizer",
+    ),
     ({"optimizer": {"veto": "select"}}, "optimizer.veto: select"),
     ({"optimizer": {"ema": 0.99}, "parallel": {"deepspeed": {"zero": 3}}}, "optimizer.ema: parallel.deepspeed.zero: 3"),
     ({"compile": "block", "parallel": {"deepspeed": {"zero": 3}}}, "compile: parallel.deepspeed.zero: 3 gathers"),

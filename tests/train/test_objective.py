@@ -202,7 +202,7 @@ def test_bf16_follows_fp32(shape, stream):
 def test_sam_updates_with_the_gradient_of_the_perturbed_weights(shape, stream):
     """AdamW with SAM, written out; then a step whose second gradient is not finite changes nothing."""
     job, rho = job_of(shape, stream, dtype=torch.float64, clip=0.5, weight_decay=0.1), 0.05
-    job.engine.sam = SharpnessAware(job.engine.optimizer.parameters, rho)
+    job.engine.sam = SharpnessAware(job.engine.optimizer.named, rho)
     model = build_model(shape, "cpu", 3).double()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]

@@ -198,9 +198,10 @@ def test_compare_zoom_keys_and_the_address(folder: Path, browser: Any) -> None:
     again.keyboard.type("grad")
     until(again, "document.querySelectorAll('.chart').length === 1")
     again.keyboard.press("Escape")
-    again.keyboard.press("j")
-    until(again, "new URLSearchParams(location.search).get('run') === 'live'")
+    until(again, "document.querySelector('#runs a').textContent.includes('live')")  # the newest run is the first
     again.keyboard.press("k")
+    until(again, "new URLSearchParams(location.search).get('run') === 'live'")
+    again.keyboard.press("j")
     until(again, "new URLSearchParams(location.search).get('run') === 'done'")
     again.keyboard.press("?")
     again.wait_for_selector("#dialog[open] kbd")

@@ -25,6 +25,7 @@ from bessemer.cli import (
     compress,
     data,
     demo,
+    diagnose,
     evaluate,
     evaluate_judge,
     export,
@@ -34,9 +35,11 @@ from bessemer.cli import (
     model,
     new,
     plan,
+    review,
     runs,
     serve,
     spec,
+    sweep,
     train,
     watch,
 )
@@ -63,9 +66,11 @@ app.add_typer(plan.app, name="plan")
 app.command("train", cls=train.TrainCommand)(train.train)
 app.add_typer(launch.app, name="launch")
 app.add_typer(data.app, name="data")
+app.command("sweep")(sweep.sweep)
 app.add_typer(runs.app, name="runs")
 app.command("replay")(runs.replay)
 app.add_typer(checkpoints.app, name="checkpoints")
+app.command("diagnose")(diagnose.diagnose)
 app.add_typer(inspect.app, name="inspect")
 app.command("chaos")(chaos.chaos)
 app.command("generate")(generate.generate)
@@ -80,6 +85,7 @@ app.add_typer(watch.app, name="watch")
 app.command("control")(watch.control)
 app.command("report")(watch.report)
 app.command("new")(new.new)
+app.command("review")(review.review)
 app.add_typer(spec.app, name="spec")
 app.add_typer(bench.app, name="bench")
 app.command("mcp")(assist.mcp)

@@ -258,6 +258,28 @@ def check(
     _print(to_json(checked), table(checked), as_json)
 
 
+@app.command()
+def forecast(
+    run: Path = typer.Argument(help="The run's folder, such as runs/demo."),
+    at: str | None = typer.Option(None, "--at", help="Forecast from the first part only, such as 30%."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Forecast the final loss of a run from its curve and schedule, and compare a longer run with a larger model.
+
+    Example: bessemer plan forecast runs/my-run
+    """
+    from bessemer.plan.run_forecast import forecast_run
+    from bessemer.run.directory import Run
+    from bessemer.spec.quantity import parse_share
+
+    try:
+        share = None if at is None else parse_share(at)
+    except ValueError as error:
+        raise _error(f"--at: {error}") from None
+    forecast = forecast_run(Run.existing(run), share)
+    _print(forecast.to_json(), forecast.lines(), as_json)
+
+
 def _error(text: str) -> Exception:
     from bessemer.errors import UserError
 

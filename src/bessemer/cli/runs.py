@@ -27,8 +27,8 @@ def runs(
     folder: Path = typer.Argument(Path("runs"), help="The folder that holds the runs, or one run."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """List runs with state, step, loss and age, newest first. For one run, also compare it with its plan and show what
-    each process holds and how fast it is.
+    """List runs with state, step, loss, forecast of the final loss and age, newest first. For one run, also compare it
+    with its plan and show what each process holds and how fast it is.
 
     The word `list` may be left out.
 
@@ -115,7 +115,9 @@ def _print_summaries(summaries: list[RunSummary]) -> None:
     from bessemer.spec.quantity import human_time
 
     table = Table(box=None, pad_edge=False)
-    for column in ("run", "state", "step", f"loss (mean of {LOSS_WINDOW})", "val", "age", "last word"):
+    forecasts = any(run.forecast for run in summaries)
+    losses = (f"loss (mean of {LOSS_WINDOW})", "val", *(["forecast"] if forecasts else []))
+    for column in ("run", "state", "step", *losses, "age", "last word"):
         justify: Literal["left", "right"] = "left" if column in ("run", "state", "last word") else "right"
         table.add_column(column, justify=justify, no_wrap=column != "last word")
     colours = {"running": "green", "failed": "red", "unreadable": "red", "interrupted": "yellow", "stopped": "yellow"}
@@ -124,6 +126,10 @@ def _print_summaries(summaries: list[RunSummary]) -> None:
         total = f"/{run.total_steps:,}" if run.total_steps and run.total_steps >= (run.step or 0) else ""
         step = "-" if run.step is None else f"{run.step:,}{total}"
         numbers = ["-" if value is None else f"{value:.3f}" for value in (run.mean_loss, run.validation_loss)]
+        if forecasts:
+            numbers.append(
+                "-" if run.forecast is None else "{final:.3f} ({low:.3f} to {high:.3f})".format(**run.forecast)
+            )
         state = Text(run.state, style=colours.get(run.state, ""))
         # Text, not markup: a reason may contain square brackets. One run is one line: a long reason is cut.
         reason = Text(run.reason, no_wrap=True, overflow="ellipsis")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from bessemer.cli.console import AS_JSON, RUN, group_with_default, print_json
+from bessemer.cli.console import AS_JSON, RUN, group_with_default, lines_on_stderr, print_json
 from bessemer.errors import UserError
 
 app = typer.Typer(
@@ -25,14 +25,18 @@ def page(
     token: str = typer.Option("", "--token", help="The token that is asked for (default: made where one is needed)."),
     no_browser: bool = typer.Option(False, "--no-browser", help="Do not open the page."),
     control: bool = typer.Option(False, "--control", help="Let the page save, pause, stop and change live runs."),
+    imports: list[Path] = typer.Option(
+        [], "--import", help="A run of another framework, as a file or folder: it is imported into RUNS. Repeatable."
+    ),
 ) -> None:
     """Serve the live page, during the runs and after them. The word `page` may be left out.
 
     Example: bessemer watch runs --port 8800
+    Example: bessemer watch imported --import output/trainer_state.json
     """
     from bessemer.watch.server import WatchOptions, watch
 
-    watch(WatchOptions(runs, host, port, token, not no_browser, control))
+    watch(WatchOptions(runs, host, port, token, not no_browser, control, tuple(imports)))
 
 
 @app.command()
@@ -56,6 +60,34 @@ def export(
         print_json({"file": str(path), "bytes": size})
     else:
         print(f"{path}  {size / 1e6:.1f} MB")
+
+
+@app.command()
+def forward(
+    run: Path = RUN,
+    to: list[str] = typer.Option([], "--to", help="A tracker, such as wandb, or alerts (default: the spec's)."),
+    patience: float = typer.Option(600.0, "--patience", min=0, help="Seconds to try after the end of the run."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Send a run's records to trackers, and its alerts, from where the last delivery ended until the run has ended.
+
+    Training starts this by itself for the trackers and alerts in the spec. By hand it sends what is left, or a run to
+    a tracker that its spec does not name; settings then come from the tracker's own environment variables.
+
+    Example: bessemer watch forward runs/demo --to tensorboard
+    """
+    from bessemer.observe.observers import follow_run, observers_of
+    from bessemer.run.directory import Run
+
+    watched = Run.existing(run)
+    with lines_on_stderr(as_json):
+        results = follow_run(watched, observers_of(watched, to), lambda line: print(line, flush=True), patience)
+    if as_json:
+        print_json({name: {"sent": result.sent, "error": result.error or None} for name, result in results.items()})
+    for name, result in results.items() if not as_json else ():
+        print(result.error or f"{name}: {result.sent:,} {'messages' if name == 'alerts' else 'rows'} delivered")
+    if any(result.error for result in results.values()):
+        raise typer.Exit(1)
 
 
 def report(

@@ -40,7 +40,9 @@ from bessemer.train.trained import find_model
 METHODS = ("auto", "gptq", "awq", "rtn")
 LIMITS = {"int4": 0.08, "int8": 0.02, "fp8": 0.02}  # of the increase of perplexity
 LEAST_ROWS, POOL = 8, 16
-TOLERANCE = 1e-3  # of log-probabilities computed by transformers, relative to the largest
+# Of log-probabilities computed by transformers, relative to the largest. fp8 rounds the inputs of layers too: a
+# difference in the last bit of fp32 can move one to the next of 8 steps.
+TOLERANCES = {"int4": 1e-3, "int8": 1e-3, "fp8": 2e-2}
 GROUPS = (128, 64, 32)
 
 
@@ -143,7 +145,7 @@ def compress(
         report("reading back")
         _check_readback(folder, digests)
         first_T = tokens_RT[blocks.test_rows[0]]
-        opened = _open_with_transformers(folder, first_T, blocks.sample_logits, plan) if check else None
+        opened = _open_with_transformers(folder, first_T, blocks.sample_logits, plan, TOLERANCES[to]) if check else None
     after = sum(math.prod(size) * kind.itemsize for _, size, kind in plan)
     before = sum(source.tensors[name].bytes for mapping in mappings for name in mapping.hf_names)
     embedding = 0 if shape.tied else model.embedding.weight.numel()  # a lookup reads one row of it
@@ -269,7 +271,7 @@ def _check_readback(folder: Path, digests: dict[str, str]) -> None:
 
 
 def _open_with_transformers(
-    folder: Path, tokens_T: Tensor, expected_TV: Tensor | None, plan: list[PlannedTensor]
+    folder: Path, tokens_T: Tensor, expected_TV: Tensor | None, plan: list[PlannedTensor], tolerance: float
 ) -> float | None:
     """The largest difference of its log-probabilities from those that were measured, relative to the largest."""
     packages = all(importlib.util.find_spec(name) for name in ("transformers", "compressed_tensors"))
@@ -281,9 +283,15 @@ def _open_with_transformers(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with redirect_stderr(StringIO()), torch.no_grad():  # progress bars of compressed-tensors
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        found_TV = model.eval()(tokens_T[None, : len(expected_TV)]).logits[0].log_softmax(-1)
-    gap = float((found_TV - expected_TV).abs().max() / expected_TV.abs().max())
-    if not gap <= TOLERANCE:
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True
+            )
+        except AttributeError as error:  # its layers are not torch.nn.Linear, as those of Falcon
+            fix = "--skip-check writes the folder for other servers"
+            raise QualityTooLow(f"transformers cannot open the compressed folder ({error}): {fix}") from error
+        output_TV = model.eval()(tokens_T[None, : len(expected_TV)]).logits[0].log_softmax(-1)
+    gap = float((output_TV - expected_TV).abs().max() / expected_TV.abs().max())
+    if not gap <= tolerance:
         raise QualityTooLow(f"transformers computes other logits from the folder: they differ by {gap:.1e}")
     return gap

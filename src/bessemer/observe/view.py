@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -52,6 +52,8 @@ class RunView:
         self.last_validation: dict[str, Any] | None = None
         self.expected_rate: float | None = None  # tokens/s of the plan
         self.objective = "pretrain"
+        self.forecaster: Callable[[dict[str, Any]], str] | None = None  # the final loss that a record suggests
+        self.forecast = ""
         self.vetoes = self.clipped = self.steps_seen = 0
         self.current_step: StepProgress | None = None
         self.doing = Activity()  # between steps
@@ -139,6 +141,8 @@ class RunView:
         self.recent.append(record)
         self._averaged.append(record)
         self.steps_seen += 1
+        if self.forecaster:
+            self.forecast = self.forecaster(record)
         self.vetoes += record["veto"] is not None
         self.clipped += record["clipped"]
         if self.steps_seen % self._stride == 0 and isinstance(record["loss"], float):
@@ -148,7 +152,8 @@ class RunView:
         now = time.monotonic()
         if now >= self._line_due:
             self._line_due = now + self.line_every_s
-            self.show_step(step_line(record, self.total, self.smooth(), self.last_validation, self.objective))
+            line = step_line(record, self.total, self.smooth(), self.last_validation, self.objective)
+            self.show_step(line + (f"  forecast {self.forecast}" if self.forecast else ""))
 
     def show_step(self, line: str) -> None:
         self.log(line)
@@ -333,6 +338,7 @@ class LiveView(RunView):
             *([("perplexity", perplexity(smooth["loss"]))] if tokens else []),
             *metrics_of(last).items(),
             ("validation", f"{validation['loss']:.4f}" if validation else "-"),
+            *([("forecast", self.forecast.split(" ")[0])] if self.forecast else []),
             *([("bits per byte", f"{validation['bits_per_byte']:.3f}" if validation else "-")] if tokens else []),
             ("lr", f"{last['lr']:.2e}"),
             ("gradient norm", f"{last['grad_norm']:.3g}"),

@@ -117,6 +117,37 @@ def schedule_free(weight: Tensor, grad: Tensor, state: State, settings: StepSett
     return torch.lerp(z, x, beta1), new
 
 
+def ademamix(weight: Tensor, grad: Tensor, state: State, settings: StepSettings) -> Result:
+    """AdEMAMix (Pagliardini et al. 2024): AdamW with a second, slow mean of the gradients, which has no bias
+    correction. Its weight rises linearly over the warm-up, and its half-life from that of the fast mean."""
+    (beta1, beta2), more = settings.more["betas"], settings.more
+    progress = torch.clamp(settings.step / more["slow_warmup"], max=1.0)
+    # 1 / ln(beta), which the half-life is proportional to, is interpolated.
+    inverse = (1 - progress) / (math.log(beta1) if beta1 else -math.inf) + progress / math.log(more["beta3"])
+    mean = torch.lerp(state["exp_avg"], grad, 1 - beta1)
+    slow = torch.lerp(state["exp_avg_slow"], grad, -torch.expm1(1 / inverse))
+    square = torch.lerp(state["exp_avg_sq"], grad.square(), 1 - beta2)
+    root = (square / debias(beta2, settings.step)).sqrt() + more["eps"]
+    update = (mean / debias(beta1, settings.step) + progress * more["slow_share"] * slow) / root
+    weight = weight - settings.lr * (update + settings.weight_decay * weight)
+    return weight, {"exp_avg": mean, "exp_avg_slow": slow, "exp_avg_sq": square}
+
+
+def mars(weight: Tensor, grad: Tensor, state: State, settings: StepSettings) -> Result:
+    """MARS-AdamW (Yuan et al. 2024): AdamW of gradients that are corrected by their change since the last step, each
+    tensor's clipped to norm 1. The last gradient is that of its own batch, as in its authors' experiments."""
+    beta1, beta2 = settings.more["betas"]
+    correction = settings.more["gamma"] * beta1 / (1 - beta1) * (grad - state["last_grad"])
+    corrected = grad + correction
+    corrected = corrected / settings.norm(corrected).clamp(min=1.0)
+    mean = torch.lerp(state["exp_avg"], corrected, 1 - beta1)
+    square = torch.lerp(state["exp_avg_sq"], corrected.square(), 1 - beta2)
+    root = (square / debias(beta2, settings.step)).sqrt() + settings.more["eps"]
+    update = mean / debias(beta1, settings.step) / root
+    weight = weight - settings.lr * (update + settings.weight_decay * weight)
+    return weight, {"exp_avg": mean, "exp_avg_sq": square, "last_grad": grad}
+
+
 def soap(weight: Tensor, grad: Tensor, state: State, settings: StepSettings) -> Result:
     """SOAP (Vyas et al. 2024): Adam in the eigenbasis of the gradient's two covariances. The first step only sets the
     basis; every `interval` steps a power step with QR refreshes it. Decides on the host."""
@@ -203,5 +234,7 @@ RULES = {
     "lars": Rule(lars, _zeros("momentum_buffer")),
     "sm3": Rule(sm3, _sm3_state, whole=True),
     "schedule_free": Rule(schedule_free, _schedule_free_state, average="x"),
+    "ademamix": Rule(ademamix, _zeros("exp_avg", "exp_avg_slow", "exp_avg_sq")),
+    "mars": Rule(mars, _zeros("exp_avg", "exp_avg_sq", "last_grad")),
     "soap": Rule(soap, _soap_state, whole=True, on_host=True, settling=1),
 }

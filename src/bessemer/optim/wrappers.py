@@ -4,7 +4,7 @@ weights back towards slow ones. Neither reads a number on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bessemer.dtensor import local
 
 SMALLEST_NORM = 1e-12  # SAM's code
+LEAST_SIZE = 0.01  # eta in ASAM's code: small weights are moved too
 
 
 class SharpnessAware:
@@ -21,10 +22,17 @@ class SharpnessAware:
     Costs a second pass and a copy of the weights. The gradient is reduced over all ranks before the weights are
     perturbed, so that the number of processes does not change the update; the weights are restored by copy, not by
     subtraction, so that a rejected step leaves every bit.
+
+    ASAM (Kwon et al. 2021), with `adaptive_norm`, moves each weight in proportion to its size T: w + rho T^2 g / |T g|,
+    where T is |w| + 0.01, and 1 for biases. `adaptive_norm` computes the norm of the gradients over all ranks.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], rho: float) -> None:
-        self.parameters, self.rho = list(parameters), rho
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], rho: float,
+        adaptive_norm: Callable[[], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.parameters, self.rho, self.adaptive_norm = [parameter for _, parameter in named], rho, adaptive_norm
+        self.scaled = {p for name, p in named if adaptive_norm and not name.endswith("bias")}
 
     @contextmanager
     def perturbed(self, norm: Tensor) -> Iterator[None]:
@@ -34,6 +42,13 @@ class SharpnessAware:
         weights = [local(p.detach()) for p in moved]
         copies = [weight.clone() for weight in weights]
         with torch.no_grad():
+            sizes = [
+                copy.abs() + LEAST_SIZE if p in self.scaled else None for p, copy in zip(moved, copies, strict=True)
+            ]
+            if self.adaptive_norm:
+                _multiply(moved, sizes)
+                norm = self.adaptive_norm()
+                _multiply(moved, sizes)
             share = self.rho / (norm + SMALLEST_NORM)
             for parameter, weight in zip(moved, weights, strict=True):
                 assert parameter.grad is not None
@@ -44,6 +59,13 @@ class SharpnessAware:
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(weights, copies)
+
+
+def _multiply(parameters: Sequence[nn.Parameter], factors: Sequence[Tensor | None]) -> None:
+    """Multiply gradients in place, where there is a factor."""
+    for parameter, factor in zip(parameters, factors, strict=True):
+        if factor is not None and parameter.grad is not None:
+            local(parameter.grad).mul_(factor)
 
 
 class Lookahead:

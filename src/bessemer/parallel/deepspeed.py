@@ -267,7 +267,10 @@ def _inner_optimizer(
     parameters."""
     deepspeed_spec, settings = spec.parallel.deepspeed, dict(spec.optimizer.settings())
     if deepspeed_spec.zero == 0:
-        return build_optimizers(named, spec.optimizer, HOST, scales, spec.memory)[0], None
+        [optimizer] = build_optimizers(
+            named, spec.optimizer, HOST, scales, spec.memory
+        )  # Muon, which has two, is refused
+        return optimizer, None
     groups, reason = parameter_groups(named, settings.pop("weight_decay"), scales), None
     if "betas" in settings:
         settings["betas"] = tuple(settings["betas"])

@@ -17,6 +17,7 @@ it is right even after a kill.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import shutil
 import time
@@ -33,6 +34,7 @@ from bessemer.storage import write_atomic
 
 LOSS_WINDOW = 32  # steps over which a displayed loss is averaged
 LAYOUT = "layout.json"
+FORECAST = "forecast.json"  # of the final loss, while the run trains
 STATE_AFTER = {"started": "running"} | {kind: kind for kind in ("finished", "failed", "interrupted", "stopped")}
 
 
@@ -295,6 +297,7 @@ class RunSummary:
     validation_loss: float | None
     age_s: float
     reason: str
+    forecast: dict[str, float] | None = None  # final loss with its interval, of a run that is not over
 
 
 def mean_loss(records: Sequence[Record]) -> float | None:
@@ -333,7 +336,15 @@ def summarize(run: Run) -> RunSummary:
         validation_loss=to_number(validation.get("loss")),
         age_s=max(0.0, time.time() - newest),
         reason=reason,
+        forecast=None if run.state == "finished" else _read_forecast(run),
     )
+
+
+def _read_forecast(run: Run) -> dict[str, float] | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or of another version
+        numbers = json.loads((run.folder / FORECAST).read_text())
+        return {key: float(numbers[key]) for key in ("final", "low", "high")}
+    return None
 
 
 def _summarize_safely(run: Run) -> RunSummary:

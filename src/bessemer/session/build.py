@@ -46,7 +46,6 @@ from bessemer.model.transformer import Decoder, TransformerBlock, build_model, i
 from bessemer.observe.view import RunView
 from bessemer.optim.choose import add_groups_to_plan, freeze, optimizer_for
 from bessemer.optim.guarded import weight_average
-from bessemer.optim.wrappers import SharpnessAware
 from bessemer.parallel.context import RingAttention, UlyssesAttention
 from bessemer.parallel.deepspeed import initialize_deepspeed
 from bessemer.parallel.nf4 import divide_in_nf4
@@ -72,7 +71,7 @@ from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape, matmul_parameters
 from bessemer.train.compile import FP8, compile_blocks, compute_in, compute_type, use_tf32
 from bessemer.train.device import memory_limit, synchronize
-from bessemer.train.engine import Engine, PipelineRunner
+from bessemer.train.engine import Engine, PipelineRunner, sharpness_aware
 from bessemer.train.evaluate import Evaluator, HeldOutSet
 from bessemer.train.job import DataFeed, Guard, Job, Recorder
 from bessemer.train.loss import linear_cross_entropy
@@ -261,7 +260,7 @@ def make_job(spec: RunSpec, parts: JobParts, run: RunWriter, view: RunView) -> J
         run_schedule(spec.schedule, plan), world,
         weight_average(named, spec.optimizer, optimizer), runner,
         LossScale(spec.loss_scale, device) if plan.precision == "fp16" else None,
-        SharpnessAware(optimizer.parameters, spec.optimizer.sam) if spec.optimizer.sam else None,
+        sharpness_aware(optimizer, spec.optimizer, world),
     )  # fmt: skip
     rollouts: RolloutMaker | None = None
     evaluator: Evaluator | None = None

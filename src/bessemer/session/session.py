@@ -15,10 +15,12 @@ from bessemer.data.chat_checks import Mistake
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import RankError, UserError
 from bessemer.guard.watchdog import Watchdog
+from bessemer.observe.observers import ObserverProcess
 from bessemer.observe.view import RunView
 from bessemer.parallel.world import World, exit_silently, join_process_group
 from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
+from bessemer.plan.run_forecast import FORECAST_OF, LiveForecast
 from bessemer.plan.search.layout import check_processes
 from bessemer.run.control import RequestReader
 from bessemer.run.directory import Run, RunReader, RunWriter
@@ -90,7 +92,8 @@ class Session:
             if self.world.main:
                 check_processes(self.spec, self.source.shape if self.source else None, self.world.size)
             run = open_run(run_folder(self.spec)) if self.world.main else RunReader(run_folder(self.spec))
-        with run:
+        self.observers = ObserverProcess(self.spec, self.world.main, self.view.say)
+        with self.observers, run:
             try:
                 with self.view.following(run):
                     return self._train_and_record_end(run)
@@ -138,6 +141,7 @@ class Session:
         restored = restore(job, self.spec, previous, self.source, resolved.others)
         exclude_documents(job)
         record_start(job, self.spec, resolved, machine, previous, restored, self.view.log)
+        self.observers.start(run.folder)
         attach_tasks(job, self.spec, data.tokenizer, run.folder)
         report_other_exclusions(self.spec, job)
         attach_snapshots(job, peak_bytes)
@@ -222,6 +226,8 @@ class Session:
         responder = IncidentResponder(job, job.saver.store)
         job.guard.examine = responder.examine
         job.recorder.requests = RequestReader(job.recorder.run.folder) if job.world.main else None
+        if job.world.main and self.spec.objective in FORECAST_OF:
+            self.view.forecaster = LiveForecast(job.recorder.run, job.engine.schedule, job.plan.total_steps).add
         hangs = HangResponse(job, self.view.log)
         several = job.world.size > 1
         watchdog = Watchdog(

@@ -55,7 +55,7 @@ def train_chain(chain: Chain, options: list[str], restart: bool = False) -> int:
             return _ended(title, code)
         shutil.rmtree(chain.model_folder(stage.name), ignore_errors=True)  # a model of earlier settings
         command = [sys.executable, "-m", "bessemer", "train", str(path), *options]
-        with _signals_go_to_the_stage() as children:
+        with signals_to_children() as children:
             children.append(subprocess.Popen(command + ["--restart"] * begins_anew, env=child_environment()))
             code = children[0].wait()
         write_report(chain)
@@ -97,7 +97,7 @@ def make_rows(chain: Chain, stage: ChainStage, anew: bool) -> int:
         return 0
     out.unlink(missing_ok=True)
     print(f"sampling {'pairs' if stage.make.pairs else 'answers'} from {stage.spec.model.hf}", flush=True)
-    with _signals_go_to_the_stage() as children:
+    with signals_to_children() as children:
         command = [sys.executable, "-m", "bessemer", "align", "best", *arguments, "--json"]
         children.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment()))
         printed, _ = children[0].communicate()
@@ -157,8 +157,8 @@ def _export(chain: Chain, stage: ChainStage) -> None:
 
 
 @contextmanager
-def _signals_go_to_the_stage() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Ctrl-C reaches the stage through the terminal; other signals are passed on. This process waits for its save."""
+def signals_to_children() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Ctrl-C reaches the children through the terminal; other signals are passed on. This process waits for a save."""
     children: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _frame: Any) -> None:

@@ -18,6 +18,7 @@ from bessemer.spec.quantity import format_names
 from bessemer.spec.schedule import schedule_problems
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 from bessemer.spec.shape import preset
+from bessemer.spec.sweep import sweep_problems
 from bessemer.spec.text_steps import StepSpec
 
 MIN_VOCABS = {"bpe": 257, "char": 257, "wordpiece": 258, "unigram": 279}
@@ -321,6 +322,8 @@ def check_optimizer(spec: RunSpec) -> Iterator[Problem]:
         }
         if other := next((k for k, used in around.items() if used), None):
             yield ("optimizer", key), f"does not work with {other}: remove one of them"
+    if optimizer.sam_adaptive and not optimizer.sam:
+        yield ("optimizer", "sam_adaptive"), "without sam nothing is moved: write sam: 0.5, or remove this"
     if optimizer.arguments and not optimizer.external:
         yield ("optimizer", "arguments"), f"{optimizer.name} takes its settings as keys: remove this"
     yield from check_parameter_groups(spec)
@@ -397,6 +400,15 @@ def check_schedule(spec: RunSpec) -> Iterator[Problem]:
         yield ("schedule", *key), message
 
 
+def check_sweep(spec: RunSpec) -> Iterator[Problem]:
+    if spec.sweep is None:
+        return
+    for key, message in sweep_problems(spec.sweep):
+        yield ("sweep", *key), message
+    if spec.sweep.strategy == "asha" and spec.sweep.steps is None and spec.budget.steps is None:
+        yield ("sweep", "strategy"), "asha shortens runs by their steps: write sweep.steps or budget.steps"
+
+
 def check_memory(spec: RunSpec) -> Iterator[Problem]:
     for key, message in memory_problems(spec.optimizer, spec.memory, spec.precision):
         yield ("memory", key), message
@@ -438,6 +450,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_optimizer, ("optimizer", "memory", "parallel")),
     (check_archive, ("checkpoint",)),
     (check_schedule, ("schedule",)),
+    (check_sweep, ("sweep", "budget.steps")),
     (check_rope_scaling, ("model", "data.context")),
     (check_wrapped, ("model", "optimizer", "dropout")),
     *OBJECTIVE_CHECKS,

@@ -121,7 +121,7 @@ Format = Literal[
 Domain = Literal["web", "code", "math", "science", "books", "reference", "dialogue", "news", "multilingual", "other"]
 COLUMN_ROLES = (
     "text", "words", "label", "prompt", "completion", "chosen", "rejected", "margin", "answers", "scores", "annotators",
-    "instruction", "input", "output", "system", "tools",
+    "turns", "rewards", "instruction", "input", "output", "system", "tools",
 )  # fmt: skip
 OPTIONAL_ROLES = ("input", "system", "tools", "annotators")  # a row may lack them
 ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -166,7 +166,8 @@ class SourceSpec(ShortSection, short="path"):
         None,
         "columns by what they are for: text (instead of text_field), words, label; prompt with completion, with "
         "completion and label (a thumb up or down), with chosen and rejected (and their margin), or with answers (a "
-        "list, best first, or with their scores); annotators (their votes); instruction, input and output; system; "
+        "list, best first, or with their scores); annotators (their votes); turns with rewards (a conversation with a "
+        "number for each turn of the assistant); instruction, input and output; system; "
         "tools (JSON schemas)",
         {"text": "review", "label": "sentiment"},
     )
@@ -214,10 +215,14 @@ class SourceSpec(ShortSection, short="path"):
         for role in ("system", "tools"):
             if role in self.columns and not self.messages_field and "prompt" not in self.columns:
                 raise ValueError(f"columns: {role} needs a prompt, an instruction or messages_field")
-        answers = [role for role in ("completion", "chosen", "rejected", "answers") if role in self.columns]
-        complete = (["completion"], ["chosen", "rejected"], ["answers"])
+        if ("turns" in self.columns) != ("rewards" in self.columns):
+            raise ValueError("columns: turns and rewards need each other")
+        answers = [role for role in ("completion", "chosen", "rejected", "answers", "turns") if role in self.columns]
+        complete = (["completion"], ["chosen", "rejected"], ["answers"], ["turns"])
         if answers and answers not in complete:
             raise ValueError("columns: a prompt needs completion, both chosen and rejected, or answers")
+        if "turns" in answers and "prompt" in self.columns:
+            raise ValueError("columns: turns are a conversation with its prompts: remove prompt")
         if answers in (["completion"], ["answers"]) and "prompt" not in self.columns:
             raise ValueError(f"columns: {answers[0]} needs prompt")
         if "scores" in self.columns and answers != ["answers"]:
@@ -243,14 +248,15 @@ class SourceSpec(ShortSection, short="path"):
     @property
     def has_answers(self) -> bool:
         """Whether a row is a prompt with its answers."""
-        roles = ("completion", "chosen", "output", "answers")
+        roles = ("completion", "chosen", "output", "answers", "turns")
         return self.columns is not None and any(role in self.columns for role in roles)
 
     @property
     def compares(self) -> bool:
         """Whether a row has answers that are not to be imitated."""
         columns = self.columns or {}
-        return "chosen" in columns or "answers" in columns or ("label" in columns and self.has_answers)
+        named = any(role in columns for role in ("chosen", "answers", "turns"))
+        return named or ("label" in columns and self.has_answers)
 
     @property
     def has_only_prompt(self) -> bool:

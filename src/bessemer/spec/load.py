@@ -95,7 +95,7 @@ def _field(path: KeyPath) -> FieldInfo | None:
     return (_fields_at(path[:-1]) or {}).get(str(path[-1])) if path else None
 
 
-def _yaml(value: Any) -> str:
+def yaml_text(value: Any) -> str:
     """A value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...").strip()
@@ -107,7 +107,7 @@ def _example(path: KeyPath) -> str:
     field = _field(path)
     if field is None or not field.examples:
         return ""
-    return f"; write {path[-1]}: {_yaml(field.examples[0])} ({field.description})"
+    return f"; write {path[-1]}: {yaml_text(field.examples[0])} ({field.description})"
 
 
 def _nearest_key(path: KeyPath) -> str | None:
@@ -129,8 +129,14 @@ def _is_valid(field: FieldInfo, value: Any) -> bool:
     return True
 
 
+def accepts(key: str, value: Any) -> bool:
+    """Whether a value is valid for a dotted key by itself. False if there is no such key."""
+    field = _field(tuple(key.split(".")))
+    return field is not None and _is_valid(field, value)
+
+
 def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else _yaml(value)
+    return f"{value:g}" if isinstance(value, float) else yaml_text(value)
 
 
 def _section_hint(path: KeyPath, value: Any) -> str:
@@ -146,7 +152,7 @@ def _section_hint(path: KeyPath, value: Any) -> str:
         return f"; write {path[-1]}: {{{key}: {_short(value)}}}"
     if not field.examples:
         return f"; its keys are {', '.join(fields)}"
-    return f"; write keys below it, such as {path[-1]}: {{{key}: {_yaml(field.examples[0])}}} ({field.description})"
+    return f"; write keys below it, such as {path[-1]}: {{{key}: {yaml_text(field.examples[0])}}} ({field.description})"
 
 
 def _explain_unknown_key(path: KeyPath, value: Any, objective: str) -> str:

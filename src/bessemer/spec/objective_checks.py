@@ -146,7 +146,7 @@ def lacking_columns(objective: str, source: SourceSpec) -> str:
     if objective != "kto":
         fix = "columns: {prompt: question, chosen: good, rejected: bad}"
         return f"{objective} compares two answers: name their columns, such as {fix}"
-    if "label" in columns and ("completion" in columns or "output" in columns):
+    if "turns" in columns or ("label" in columns and ("completion" in columns or "output" in columns)):
         return ""
     fix = "columns: {prompt: question, completion: answer, label: thumbs_up}"
     return f"kto learns from answers with a label, or from pairs: name their columns, such as {fix}"

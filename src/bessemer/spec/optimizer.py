@@ -20,10 +20,11 @@ BLOCK = 256  # elements of an 8-bit moment that share a scale
 # Moments per parameter. Adafactor stores a row and a column per matrix. Muon has one for matrices, and two for the
 # embedding and the head, which AdamW updates.
 # SM3 stores sums of rows and columns besides its momentum. Schedule-Free stores the average that is evaluated and the
-# point that moves. SOAP has two moments; its bases depend on the shapes of the matrices (plan/cost_model/memory.py).
+# point that moves, AdEMAMix a second mean, MARS the last gradient.
+# SOAP has two moments; its bases depend on the shapes of the matrices (plan/cost_model/memory.py).
 MOMENTS = {
     "adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "lion": 1, "muon": 1, "lamb": 2,
-    "lars": 1, "sm3": 1, "schedule_free": 3, "soap": 2,
+    "lars": 1, "sm3": 1, "schedule_free": 3, "soap": 2, "ademamix": 3, "mars": 3,
 }  # fmt: skip
 SOAP_LARGEST = 10_000  # a longer side of a matrix is not rotated, as in the paper's code
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / BLOCK}
@@ -154,9 +155,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sm3": {"momentum": 0.9, "eps": 1e-30, "weight_decay": 0.0},
     "schedule_free": {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1},
     "soap": {"betas": [0.95, 0.95], "eps": 1e-8, "interval": 10, "weight_decay": 0.01},
-}
+    "ademamix": {
+        "betas": [0.9, 0.999], "beta3": 0.9999, "slow_share": 5.0, "slow_warmup": 10_000, "eps": 1e-8,
+        "weight_decay": 0.1,
+    },
+    "mars": {"betas": [0.95, 0.99], "gamma": 0.025, "eps": 1e-8, "weight_decay": 0.01},
+}  # fmt: skip
 # Steps that take the verdict on the device: torch's fused kernels, and Bessemer's own.
-FUSED = ("adamw", "adam", "sgd", "adagrad", "adafactor", "muon", "lamb", "lars", "sm3", "schedule_free")
+FUSED = ("adamw", "adam", "sgd", "adagrad", "adafactor", "muon", "lamb", "lars", "sm3", "schedule_free", "ademamix",
+         "mars")  # fmt: skip
 
 
 class MuonSpec(SpecSection):
@@ -211,12 +218,12 @@ class OptimizerSpec(SpecSection):
 
     name: Literal[
         "adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "lion", "adafactor", "muon", "lamb",
-        "lars", "sm3", "schedule_free", "soap"
+        "lars", "sm3", "schedule_free", "soap", "ademamix", "mars"
     ] | Annotated[str, Field(pattern=r"^pytorch_optimizer\.[A-Za-z]\w*$")] = setting(
         "adamw",
         "adamw, adam, sgd, adagrad, rmsprop, nadam, radam, adamax, lion, adafactor, lamb, lars, sm3, schedule_free, "
-        "soap, or muon (hidden matrices; AdamW updates the rest at the same learning rate); or a class of the package "
-        "pytorch-optimizer, such as pytorch_optimizer.Prodigy",
+        "soap, ademamix, mars, or muon (hidden matrices; AdamW updates the rest at the same learning rate); or a class "
+        "of the package pytorch-optimizer, such as pytorch_optimizer.Prodigy",
         "adamw",
     )  # fmt: skip
     lr: AutoNumber = setting("auto", "peak learning rate", 3e-4)
@@ -233,13 +240,21 @@ class OptimizerSpec(SpecSection):
     alpha: Beta | None = setting(None, "decay of the squared gradients in rmsprop (0.99)", 0.99)
     trust: float | None = setting(None, "length of a step of lars as a share of the weight's norm (1e-3)", 1e-3, gt=0)
     interval: int | None = setting(None, "steps between two refreshes of soap's eigenbases (10)", 10, ge=1)
+    beta3: float | None = setting(None, "decay rate of ademamix's slow mean (0.9999)", 0.999, gt=0, lt=1)
+    slow_share: float | None = setting(None, "weight of ademamix's slow mean, alpha in the paper (5)", 8.0, ge=0)
+    slow_warmup: int | None = setting(
+        None, "steps in which ademamix's slow mean gains its weight and length (10000); the paper's is the run", 5000,
+        ge=1,
+    )  # fmt: skip
+    gamma: float | None = setting(None, "strength of mars's gradient correction (0.025)", 0.05, ge=0, le=1)
     arguments: dict[str, Any] = setting(
         {}, "arguments of a class of pytorch-optimizer, besides lr and weight_decay", {"betas": [0.9, 0.99]}
     )
     muon: MuonSpec = section(MuonSpec, "with name: muon: how updates are made")
     weight_decay: float | None = setting(
         None,
-        "weight decay of matrices: decoupled in adamw, nadam, radam, muon, schedule_free (0.1), lamb, soap (0.01), "
+        "weight decay of matrices: decoupled in adamw, nadam, radam, muon, schedule_free, ademamix (0.1), lamb, "
+        "soap, mars (0.01), "
         "lion (0.5), adafactor and sm3 (0); added to the gradient in the others (0, lars 1e-4)",
         0.1,
         ge=0,
@@ -282,6 +297,9 @@ class OptimizerSpec(SpecSection):
     )
     sam: float | None = setting(
         None, "SAM: take each gradient at weights moved this far uphill; a second pass per step", 0.05, gt=0, le=100
+    )
+    sam_adaptive: bool = setting(
+        False, "ASAM: move each weight in proportion to its size; write a larger sam, such as 0.5", True
     )
     lookahead: LookaheadSpec | None = setting(
         None, "Lookahead: pull the weights back towards slow ones; with radam it is Ranger", {"every": 5}

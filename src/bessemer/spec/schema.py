@@ -25,6 +25,7 @@ from bessemer.spec.data import STEPS, DataSpec, TokenizerSpec
 from bessemer.spec.distill import DistillSpec
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.model import DropoutSpec, LossSpec, ModelSpec, ObjectiveSpec, OtherModelSpec
+from bessemer.spec.observers import AlertsSpec, TrackerSpec
 from bessemer.spec.optimizer import MemorySpec, OptimizerSpec
 from bessemer.spec.preference import DpoSpec, KtoSpec
 from bessemer.spec.quantity import (
@@ -46,6 +47,7 @@ from bessemer.spec.quantity import (
 from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.rl import GKD, RL_OBJECTIVES, RlSpec
 from bessemer.spec.schedule import ScheduleSpec
+from bessemer.spec.sweep import SweepSpec
 from bessemer.spec.text_steps import StepSpec
 
 
@@ -319,8 +321,15 @@ class RunSpec(SpecSection):
     guard: GuardSpec = section(GuardSpec, "checks of every step")
     checkpoint: CheckpointSpec = section(CheckpointSpec, "saving and retention")
     observe: ObserveSpec = section(ObserveSpec, "progress output")
+    trackers: list[TrackerSpec] = setting(
+        [], "where metrics, samples and reports are forwarded", ["tensorboard", {"wandb": {"project": "llm"}}]
+    )
+    alerts: AlertsSpec | None = setting(None, "messages about events and metrics", {"routes": [{"to": "SLACK_URL"}]})
     evaluate: EvaluateSpec = section(EvaluateSpec, "validation during the run")
     lints: LintsSpec = section(LintsSpec, "warnings about common mistakes")
+    sweep: SweepSpec | None = setting(
+        None, "what `bessemer sweep` varies", {"parameters": {"optimizer.lr": [1e-4, 3e-4, 1e-3]}}
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -23,6 +23,7 @@ from bessemer.parallel.shard import reduce_expert_gradients, set_gradient_sync, 
 from bessemer.parallel.world import World
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.schedule import Schedule
+from bessemer.spec.optimizer import OptimizerSpec
 from bessemer.spec.schema import RunSpec
 from bessemer.train.compile import compute_in
 from bessemer.train.device import synchronize
@@ -111,6 +112,17 @@ def step_means(
             sums[name] = [total + float(value) for total, value in zip(sums[name], metric, strict=True)]
     flat = world.sums([value for pair in sums.values() for value in pair])
     return {name: total / (count or 1.0) for name, total, count in zip(sums, flat[::2], flat[1::2], strict=True)}
+
+
+def sharpness_aware(optimizer: GuardedOptimizer, spec: OptimizerSpec, world: World) -> SharpnessAware | None:
+    """SAM or ASAM, if the spec asks for it."""
+
+    def norm() -> Tensor:
+        if world.mesh is None:
+            return optimizer.grad_norm()
+        return world.add(squared_grad_norm(optimizer.parameters, world)).sqrt().float()
+
+    return SharpnessAware(optimizer.named, spec.sam, norm if spec.sam_adaptive else None) if spec.sam else None
 
 
 class PipelineRunner:

@@ -24,6 +24,7 @@ class WatchOptions:
     token: str = ""
     browser: bool = True
     control: bool = False
+    imports: tuple[Path, ...] = ()  # runs of other frameworks
 
 
 def watch(options: WatchOptions) -> None:
@@ -33,10 +34,17 @@ def watch(options: WatchOptions) -> None:
 
         from bessemer.watch.access import PageAccess, make_token
         from bessemer.watch.app import CHARTS, make_app, page_file
+        from bessemer.watch.foreign import import_runs
         from bessemer.watch.library import open_library
     except ImportError as error:
         raise UserError(f"watch needs {error.name}: pip install 'bessemer[watch]'") from None
+    imported = import_runs(options.imports, options.runs) if options.imports else []
+    for run in imported:
+        print(f"imported {run.name}  {run.format}  {run.points:,} values of {len(run.metrics)} metrics", flush=True)
+        for note in run.notes:
+            print(f"         {note}", flush=True)
     library, first = open_library(options.runs)
+    first = first or (imported[0].name if imported else "")
     local = is_loopback(options.host)
     token = options.token or ("" if local and not options.control else make_token())
     listener = listen(options.host, options.port)

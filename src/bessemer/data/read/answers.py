@@ -1,9 +1,10 @@
 """Rows with a prompt and its answers: `columns: {prompt, completion}`, with `label` for a thumb up or down,
-`columns: {prompt, chosen, rejected}`, `columns: {prompt, answers}` (ranked) or `columns: {instruction, input, output}`.
+`columns: {prompt, chosen, rejected}`, `columns: {prompt, answers}` (ranked), `columns: {turns, rewards}` (a
+conversation with a reward for each turn of the assistant) or `columns: {instruction, input, output}`.
 
 A row becomes one document whose messages are the prompt's turns and then the turns of each answer, marked by their
 column. Steps of `clean` see the row as one conversation; before tokenization it is divided, one for each answer, and
-ranked answers into pairs.
+ranked answers into pairs. The prompt of a turn with a reward is what precedes it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ ANSWERS = ("completion", "chosen", "rejected", "output")
 PAIRED = ("chosen", "rejected")
 RANKED = "answers"
 CHOSEN, MARGIN = "chosen", "margin"
-LABEL, PAIRS, ANNOTATORS = "label", "pairs", "annotators"  # fields of such a row's document
+TURNS, REWARDS = "turns", "rewards"
+LABEL, PAIRS, ANNOTATORS = "label", "pairs", "annotators"  # fields of such a row's document, as REWARDS
 _MARK = "answer"  # key of an answer's messages: the column it came from
 
 Message = dict[str, Any]
@@ -36,6 +38,8 @@ class UnusableAnswer(Exception):
 def answer_messages(record: Mapping[str, Any], columns: Mapping[str, str], read: ReadMessages) -> list[Message]:
     """The marked messages of a row. A text is one turn, of the user or the assistant; `read` reads lists of messages.
     An answer may repeat the prompt's messages; without a prompt column, the prompt is what both answers begin with."""
+    if TURNS in columns:
+        return _rated_turns(record, columns, read)
     answers = {
         role: _turns(record[columns[role]], columns[role], "assistant", read) for role in ANSWERS if role in columns
     }
@@ -66,6 +70,8 @@ def answer_fields(record: Mapping[str, Any], columns: Mapping[str, str], ranked:
     made: dict[str, Any] = {}
     if LABEL in columns:
         made[LABEL] = _desirable(record[columns[LABEL]], columns[LABEL])
+    if REWARDS in columns:
+        made[REWARDS] = list(record[columns[REWARDS]])
     if RANKED in columns:
         count = len(record[columns[RANKED]])
         scores = record[columns["scores"]] if "scores" in columns else list(range(count, 0, -1))
@@ -96,6 +102,24 @@ def ranked_pairs(scores: Sequence[float], ranked: str) -> list[tuple[int, int]]:
         "all": [(i, j) for i in places for j in places[i + 1 :]],
     }[ranked]
     return [(order[i], order[j]) for i, j in chosen if scores[order[i]] > scores[order[j]]]
+
+
+def _rated_turns(record: Mapping[str, Any], columns: Mapping[str, str], read: ReadMessages) -> list[Message]:
+    """The conversation; each turn of the assistant with a reward is marked with its number."""
+    messages, rewards = read(record[columns[TURNS]], columns[TURNS]), record[columns[REWARDS]]
+    spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not isinstance(rewards, list) or len(rewards) != len(spoken):
+        fix = "write a number or null for each turn of the assistant"
+        raise UnusableAnswer(f"{columns[REWARDS]!r} holds no list of {len(spoken)} rewards; {fix}")
+    if wrong := [reward for reward in rewards if reward is not None and not _is_number(reward)]:
+        raise UnusableAnswer(f"{columns[REWARDS]!r} holds {wrong[0]!r} and not a finite number or null; correct it")
+    if all(reward is None for reward in rewards):
+        raise UnusableAnswer(f"{columns[REWARDS]!r} has no reward; write one, or delete the row")
+    marks = {number: turn for turn, number in enumerate(spoken) if rewards[turn] is not None}
+    return [
+        {**message, _MARK: f"{TURNS} {marks[number]}"} if number in marks else message
+        for number, message in enumerate(messages)
+    ]
 
 
 def _is_number(value: Any) -> bool:
@@ -167,6 +191,9 @@ def divide_answers(documents: Iterator[Document], learn_prompts: bool = False) -
         if not names:
             yield document
             continue
+        if REWARDS in document.fields:
+            yield from _divide_turns(document, learn_prompts)
+            continue
         prompt = [message for message in messages if _MARK not in message]
         if not learn_prompts:
             prompt = [{**message, "weight": 0} for message in prompt]
@@ -178,6 +205,18 @@ def divide_answers(documents: Iterator[Document], learn_prompts: bool = False) -
                 if message.get(_MARK) == name
             ]
             yield replace(document, messages=[*prompt, *turns], fields=fields)
+
+
+def _divide_turns(document: Document, learn_prompts: bool) -> Iterator[Document]:
+    """A document for each turn with a reward, which is desirable if that is above zero."""
+    before: list[Message] = []
+    for message in document.messages or []:
+        mark = message.get(_MARK)
+        plain = {key: value for key, value in message.items() if key != _MARK}
+        if mark:
+            reward = document.fields[REWARDS][int(mark.partition(" ")[2])]
+            yield replace(document, messages=[*before, plain], fields={CHOSEN: np.array([reward > 0], np.int32)})
+        before.append(plain if learn_prompts else {**plain, "weight": 0})
 
 
 def _sides(document: Document, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -371,6 +371,8 @@ def _unsupported_by_zero(spec: RunSpec) -> Iterator[tuple[str, str]]:
     zero, name = spec.parallel.deepspeed.zero, spec.optimizer.name
     if zero and name not in SHARDABLE:
         yield "optimizer.name", f"{name} on shards: write {' or '.join(SHARDABLE)}, or {DEEPSPEED_KEY}.zero: 0"
+    if name == "muon":  # at any stage
+        yield "optimizer.name", "muon has AdamW beside it, and DeepSpeed steps one optimizer: write engine: torch"
     if zero == 3 and spec.optimizer.ema:
         yield "optimizer.ema", f"{DEEPSPEED_KEY}.zero: 3 shards the weights: write zero: 2, or leave the average out"
     if zero == 3 and spec.compile in ("block", "chain"):

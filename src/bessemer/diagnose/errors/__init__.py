@@ -1,0 +1,1 @@
+"""Recognises texts of faults: tracebacks, out of memory, NCCL, kernel logs, nvidia-smi, flight recorder, profiler."""
