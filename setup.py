@@ -25,6 +25,7 @@ SHA512 = "KIMVnG68zvu5XXUbC4LQEPnhwOxBuLyW1AHtpm6IKTXImkbLgkMy+jabjLgSLMasNuGGzQ
 FILES = {"dist/uPlot.iife.min.js": "uPlot.iife.min.js", "dist/uPlot.min.css": "uPlot.min.css",
          "LICENSE": "uPlot-LICENSE.txt"}  # fmt: skip
 FOLDER = Path(__file__).parent / "src/bessemer/watch/page/charts"
+DOCS = Path(__file__).parent / "docs"
 TIMEOUT_S = 60
 
 
@@ -76,9 +77,9 @@ class BuildWithCharts(build_py):
             print(f"warning: the chart library was not fetched ({error}): the page's charts are drawn by the server",
                   file=sys.stderr)  # fmt: skip
         super().run()
-        if not self.editable_mode:  # `bessemer mcp` and `assist install` read the pages
-            shutil.copytree(Path(__file__).parent / "docs", Path(self.build_lib) / "bessemer/assist/docs",
-                            ignore=shutil.ignore_patterns("images"), dirs_exist_ok=True)  # fmt: skip
+        if not self.editable_mode and DOCS.is_dir():  # `bessemer mcp` and `assist install` read the pages
+            target = Path(self.build_lib) / "bessemer/assist/docs"
+            shutil.copytree(DOCS, target, ignore=shutil.ignore_patterns("images"), dirs_exist_ok=True)
 
 
 setup(cmdclass={"build_py": BuildWithCharts})

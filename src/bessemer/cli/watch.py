@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from bessemer.cli.console import AS_JSON, RUN, group_with_default, print_json
+from bessemer.cli.console import AS_JSON, RUN, group_with_default, lines_on_stderr, print_json
 from bessemer.errors import UserError
 
 app = typer.Typer(
@@ -67,6 +67,7 @@ def forward(
     run: Path = RUN,
     to: list[str] = typer.Option([], "--to", help="A tracker, such as wandb, or alerts (default: the spec's)."),
     patience: float = typer.Option(600.0, "--patience", min=0, help="Seconds to try after the end of the run."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Send a run's records to trackers, and its alerts, from where the last delivery ended until the run has ended.
 
@@ -79,8 +80,11 @@ def forward(
     from bessemer.run.directory import Run
 
     watched = Run.existing(run)
-    results = follow_run(watched, observers_of(watched, to), lambda line: print(line, flush=True), patience)
-    for name, result in results.items():
+    with lines_on_stderr(as_json):
+        results = follow_run(watched, observers_of(watched, to), lambda line: print(line, flush=True), patience)
+    if as_json:
+        print_json({name: {"sent": result.sent, "error": result.error or None} for name, result in results.items()})
+    for name, result in results.items() if not as_json else ():
         print(result.error or f"{name}: {result.sent:,} {'messages' if name == 'alerts' else 'rows'} delivered")
     if any(result.error for result in results.values()):
         raise typer.Exit(1)
