@@ -15,7 +15,7 @@ COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator
 
 
 @dataclass(frozen=True)
-class Incident:
+class AlertIncident:
     """Something to tell. `kinds` are the names under which routes ask for it; `metric` is drawn."""
 
     kinds: tuple[str, ...]
@@ -73,12 +73,12 @@ class MetricRule:
         """Forget the window: the run went back."""
         self._window.clear()
 
-    def incident(self, record: Record, mean: float, now_s: float) -> Incident:
+    def incident(self, record: Record, mean: float, now_s: float) -> AlertIncident:
         step = int(to_number(record.get("step")) or 0)
         over = f", mean of {self.spec.window} records" if self.spec.window > 1 else ""
         text = f"{self.metric} is {mean:.6g}{over}; the rule is {self.spec.when}"
         metric = f"validation:{self.metric}" if self.validation else self.metric
-        return Incident((f"rule {self.spec.when}", "rules"), self.spec.when, text, step, now_s, metric)
+        return AlertIncident((f"rule {self.spec.when}", "rules"), self.spec.when, text, step, now_s, metric)
 
 
 def _number(record: Record, name: str) -> float | None:
@@ -89,7 +89,7 @@ def _number(record: Record, name: str) -> float | None:
     return to_number(value)
 
 
-def event_incident(event: Record, line: str) -> Incident:
+def event_incident(event: Record, line: str) -> AlertIncident:
     """The incident that an event of the journal is."""
     kind, step = str(event.get("kind", "")), int(to_number(event.get("step")) or 0)
     kinds: tuple[str, ...] = (kind,)
@@ -97,4 +97,4 @@ def event_incident(event: Record, line: str) -> Incident:
         name = str(event.get("alarm", ""))
         kinds = (name, kind, *(["throughput"] if name in SLOW else []))
     title = kinds[0].replace("_", " ")
-    return Incident(kinds, title, line, step, to_number(event.get("time")) or 0.0)
+    return AlertIncident(kinds, title, line, step, to_number(event.get("time")) or 0.0)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bessemer.errors import UserError
-from bessemer.observe.alerts.incidents import Incident
+from bessemer.observe.alerts.incidents import AlertIncident
 from bessemer.observe.figure import LineChart
 from bessemer.run.directory import Run
 from bessemer.run.journal import last_record, last_records, to_number
@@ -21,13 +21,13 @@ NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_s")
 REPLAYED = ("veto", "rollback", "spike", "divergence", "nonfinite")
 
 
-def title_of(run: Run, incidents: Sequence[Incident]) -> str:
+def title_of(run: Run, incidents: Sequence[AlertIncident]) -> str:
     first = incidents[0]
     more = f" and {len(incidents) - 1} more" if len(incidents) > 1 else ""
     return f"{run.name}: {first.title} at step {first.step:,}{more}"
 
 
-def body_of(run: Run, incidents: Sequence[Incident]) -> str:
+def body_of(run: Run, incidents: Sequence[AlertIncident]) -> str:
     """What happened, the numbers of the last step, a chart of the metric, and the command to look."""
     first, lines = incidents[0], [incident.text for incident in incidents]
     last = last_record(run.steps_path) or {}

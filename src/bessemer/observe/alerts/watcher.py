@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from bessemer.errors import UserError
-from bessemer.observe.alerts.incidents import Incident, Incidents, MetricRule, event_incident
+from bessemer.observe.alerts.incidents import AlertIncident, Incidents, MetricRule, event_incident
 from bessemer.observe.alerts.message import body_of, open_route, title_of
 from bessemer.observe.tail import JournalTail
 from bessemer.observe.watched import describe_event
@@ -82,7 +82,7 @@ class AlertWatcher:
             self._save()
         return self._deliver()
 
-    def _read_events(self) -> list[Incident]:
+    def _read_events(self) -> list[AlertIncident]:
         incidents = []
         while events := self._events.read():
             for event in events:
@@ -95,10 +95,10 @@ class AlertWatcher:
         kinds = {incident.kinds[0] for incident in incidents}
         return [incident for incident in incidents if incident.kinds[0] != "veto" or "rollback" not in kinds]
 
-    def _new(self, incident: Incident, quiet_s: float) -> list[Incident]:
+    def _new(self, incident: AlertIncident, quiet_s: float) -> list[AlertIncident]:
         return [incident] if self._incidents.is_new(incident.key, incident.time, quiet_s) else []
 
-    def _read_metrics(self, tail: JournalTail) -> list[Incident]:
+    def _read_metrics(self, tail: JournalTail) -> list[AlertIncident]:
         incidents = []
         while records := tail.read():
             for record in records:
@@ -107,7 +107,7 @@ class AlertWatcher:
             tail.advance()
         return incidents
 
-    def _apply_rules(self, record: Record, validation: bool) -> list[Incident]:
+    def _apply_rules(self, record: Record, validation: bool) -> list[AlertIncident]:
         incidents = []
         for rule in self._rules:
             if rule.validation != validation or (mean := rule.holds(record)) is None:
@@ -117,7 +117,7 @@ class AlertWatcher:
                 incidents.append(self._act(rule, incident))
         return incidents
 
-    def _act(self, rule: MetricRule, incident: Incident) -> Incident:
+    def _act(self, rule: MetricRule, incident: AlertIncident) -> AlertIncident:
         """Ask the run for what the rule says, once an incident."""
         action = rule.spec.action
         if action == "message":
@@ -127,10 +127,10 @@ class AlertWatcher:
             note = f"the run was asked to {action}"
         except UserError as error:
             note = f"the run could not be asked to {action}: {error}"
-        return Incident(incident.kinds, incident.title, f"{incident.text}\n{note}", incident.step, incident.time,
+        return AlertIncident(incident.kinds, incident.title, f"{incident.text}\n{note}", incident.step, incident.time,
                         incident.metric)  # fmt: skip
 
-    def _post(self, incidents: list[Incident]) -> None:
+    def _post(self, incidents: list[AlertIncident]) -> None:
         """Put one message for each route that wants any of them into the outbox."""
         for number, (_, wanted) in enumerate(self._routes):
             chosen = [one for one in incidents if "all" in wanted or wanted.intersection(one.kinds)]
@@ -165,7 +165,7 @@ class AlertWatcher:
             self._alive = False
             step = self._steps.steps
             text = "the process of the run is gone, without a word: killed, out of memory, or the machine went down"
-            if new := self._new(Incident(("died",), "died", text, step, self._clock()), self.spec.quiet):
+            if new := self._new(AlertIncident(("died",), "died", text, step, self._clock()), self.spec.quiet):
                 self._post(new)
                 self._deliver()
         self._save()
