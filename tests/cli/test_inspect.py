@@ -33,6 +33,7 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_look_prints_json_and_a_page(call: Call, spec: Path) -> None:
     said = call("inspect", "lr", str(spec), "--steps", "20", "--html", "lr.html")
     assert said.code == 0 and "earning" in said.out and "*" in said.out

@@ -35,7 +35,7 @@ VERBS = (
     "plan run", "plan interview", "plan search", "plan simulate", "plan serve", "plan memory", "plan job", "plan check",
     "train", "runs list", "runs metrics", "replay", "chaos", "generate", "evaluate model", "evaluate compare",
     "export", "compress", "report", "model show", "bench", "watch page", "watch export", "watch forward", "control",
-    "bench scaling", "bench serve", "serve", "new", "demo", "mcp", "assist install", "diagnose",
+    "bench scaling", "bench serve", "serve", "new", "demo", "mcp", "assist install", "diagnose", "doctor",
     "review", "sweep", "plan forecast",
     "spec check", "spec show", "spec schema",
     *(f"data {verb}" for verb in DATA_VERBS), *(f"checkpoints {verb}" for verb in CHECKPOINT_VERBS),

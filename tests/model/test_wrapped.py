@@ -252,14 +252,15 @@ def test_a_run_trains_it_goes_on_and_generates(tmp_path: Path) -> None:
         "precision": "fp32", "parallel": {"device": "cpu", "threads": 1}, "evaluate": {"tokens": 512},
         "guard": {"look_every": 2}, "optimizer": {"lr": 1e-3},
     }  # fmt: skip
-    for steps in (8, 12):  # the second time from its own checkpoint
+    for steps in (12, 20):  # the second time from its own checkpoint
         spec = RunSpec.model_validate({**sections, "budget": {"steps": steps, "batch": 256}})
         outcome = train(spec)
         assert outcome.kind == "finished", outcome.reason
     run = Run(tmp_path / "run")
     records = list(run.metrics())
-    assert [record["step"] for record in records] == list(range(12))
-    assert records[-1]["loss"] < records[0]["loss"]
+    assert [record["step"] for record in records] == list(range(20))
+    losses = [record["loss"] for record in records]
+    assert sum(losses[-5:]) < sum(losses[:5])
     decisions = {item["key"]: item for item in json.loads((run.folder / "plan.json").read_text())["decisions"]}
     assert "run by transformers: no tensor or pipeline parallel" in decisions["model.wrap"]["reason"]
     loaded = load_model(run.folder, device="cpu")

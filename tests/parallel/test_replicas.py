@@ -67,6 +67,7 @@ def test_bf16_rounds_what_is_sent(ranks: Ranks, folder: Path, alone: dict[str, l
     assert "changes the losses" in decided["parallel.replicas.compress"].reason
 
 
+@pytest.mark.slow
 def test_powersgd_learns_as_well(ranks: Ranks, folder: Path, alone: dict[str, list[float]]) -> None:
     """Three exact steps, then matrices of rank 2 (1e-4 of the loss was seen). The norm shows that they are sums."""
     found = run_on(ranks, "two replicas", spec_with(folder, "powersgd", compress="powersgd", rank=2))

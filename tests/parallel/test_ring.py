@@ -209,6 +209,7 @@ def _compare_curves(found: dict[str, list[float]], wanted: dict[str, list[float]
         assert found[key] == pytest.approx(wanted[key], rel=limit, abs=limit), key
 
 
+@pytest.mark.slow
 def test_a_run_in_a_ring_has_the_curve_of_one_process(same: Callable[..., None]) -> None:
     same("two", 2, cp=2)
 

@@ -72,6 +72,7 @@ def test_a_save_behind_is_the_save_at_once_and_is_continued(ranks: Ranks, spec_o
     assert first == second and len(first) == 12
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_for_one_process_fails_the_save_for_all_and_the_run_goes_on(
     ranks: Ranks, spec_of: Spec
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_disk_that_fails_for_one_process_fails_the_save_for_all_and_the_run_go
     assert [r["loss"] for r in run.metrics()] == [r["loss"] for r in whole.metrics()]
 
 
+@pytest.mark.slow
 def test_one_process_without_room_for_a_copy_makes_all_save_at_once(ranks: Ranks, spec_of: Spec) -> None:
     def no_room() -> None:
         import torch.distributed as dist

@@ -12,6 +12,7 @@ def _train(spec):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", [{"dp_replicate": 2}, {"dp_shard": 2}])
+@pytest.mark.slow
 def test_ranks_store_and_read_what_one_process_does(tiny_spec, ranks, tmp_path, layout) -> None:
     teacher, curves = tiny_spec("teacher", budget={"steps": 8, "batch": 256}), []
     Session(teacher).train()

@@ -16,6 +16,7 @@ from .conftest import WORDS
 BUDGET = {"steps": 60, "batch": 256}
 
 
+@pytest.mark.slow
 def test_distillation_closes_most_of_the_gap_to_the_teacher(make_spec) -> None:
     large = make_spec("large", budget=BUDGET, model={"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128})
     best = Session(large).train().validation["loss"]

@@ -84,6 +84,7 @@ def numbers(spec: RunSpec) -> list[list[Any]]:
     return [[record[name] for name in names] for record in run_of(spec).metrics()]
 
 
+@pytest.mark.slow
 def test_rounds_hold_sampled_answers_or_those_of_the_data(make: Make) -> None:
     spec = make(distill={"loss": "js", "beta": 0.2, "on_policy": 0.5}, rl={"rewards": {"right": {
         "verifier": "exact", "column": "completion"}}}, budget={"steps": 8})  # fmt: skip

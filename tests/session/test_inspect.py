@@ -109,6 +109,7 @@ def test_nan_weights_of_a_run_are_traced(trained: Path, monkeypatch: pytest.Monk
     assert found.data["cured_by_fp32"] is None  # the run is in fp32 already
 
 
+@pytest.mark.slow
 def test_the_suggested_rate_trains_and_far_above_it_fails(make_spec: Callable[..., RunSpec], tmp_path: Path) -> None:
     spec = make_spec("fresh", budget={"steps": 60, "batch": 256})
     path = tmp_path / "spec.yaml"

@@ -111,6 +111,7 @@ def test_a_complete_store_notices_another_teacher(make_spec, tmp_path, teacher) 
         Session(changed).train()
 
 
+@pytest.mark.slow
 def test_a_teacher_with_another_tokenizer_teaches_by_common_tokens(make_spec, tmp_path, capsys) -> None:
     """Half of the gap between the first and the teacher's loss is closed with the divergence alone."""
     teacher = make_spec("large", tokenizer={"kind": "unigram", "vocab": 330}, budget={"steps": 40, "batch": 256})

@@ -90,6 +90,7 @@ def test_function_and_gradients_are_pefts(folder: Path, kind: str, tmp_path: Pat
         assert (logits(model) - plain).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_resumes_exactly_and_is_exported(folder: Path, corpus: Path, tmp_path: Path) -> None:
     whole, broken = (spec_of(folder, corpus, tmp_path / "runs", name) for name in ("whole", "broken"))
     assert Session(whole).train().kind == "finished"

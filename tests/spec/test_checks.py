@@ -82,6 +82,10 @@ def test_the_last_that_passes(changes: dict[str, Any]) -> None:
 
 FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"budget__tokens": 5, "budget__steps": 5}, {"budget.steps": "by tokens and steps: keep one"}),
+    (
+        {"sweep": {"parameters": {"optimizer.lr": {"min": 1e-2, "max": 1e-3}}}},
+        {"sweep.parameters.optimizer.lr.max": "0.001 is not above min: 0.01"},
+    ),
     ({"budget__steps": 50, "schedule__warmup": 50}, {"schedule.warmup": "50 steps are the whole run of 50: write 2%"}),
     ({"budget__steps": 5, "budget__epochs": 1.0}, {"budget.epochs": "by steps and epochs: keep one"}),
     (

@@ -226,6 +226,7 @@ def test_every_field_is_described_and_its_example_is_accepted(key: str, field: A
             RunSpec.model_validate(_with(key, example) if section != "model" else MINIMAL | {"model": {last: example}})
 
 
+@pytest.mark.slow
 def test_editors_accept_a_step_by_its_name_and_with_settings() -> None:
     schema = RunSpec.model_json_schema()
     jsonschema = pytest.importorskip("jsonschema")

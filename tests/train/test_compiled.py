@@ -80,6 +80,7 @@ def test_all_layers_share_their_graphs(chained: bool, graphs: int) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
 def test_gradients_meet_inside_the_graphs_of_a_chain() -> None:
     """One sum of gradients between them, before the first block: others would be a pass over the memory per layer."""
     sums = {}

@@ -83,6 +83,7 @@ class Session:
         self.interrupt = Interrupt()
         self.world = World()
         self.source = open_source(self.spec)
+        self.observers: ObserverProcess | None = None  # trials and measurements have none
 
     def train(self) -> Outcome:
         """Starts or continues the run. Every end but a kill is recorded as an event."""
@@ -91,9 +92,9 @@ class Session:
         with self.world.main_process_first():
             if self.world.main:
                 check_processes(self.spec, self.source.shape if self.source else None, self.world.size)
-            self.observers = ObserverProcess(self.spec, self.world.main, self.view.say)
+            self.observers = observers = ObserverProcess(self.spec, self.world.main, self.view.say)
             run = open_run(run_folder(self.spec)) if self.world.main else RunReader(run_folder(self.spec))
-        with self.observers, run:
+        with observers, run:
             try:
                 with self.view.following(run):
                     return self._train_and_record_end(run)
@@ -141,7 +142,8 @@ class Session:
         restored = restore(job, self.spec, previous, self.source, resolved.others)
         exclude_documents(job)
         record_start(job, self.spec, resolved, machine, previous, restored, self.view.log)
-        self.observers.start(run.folder)
+        if self.observers:
+            self.observers.start(run.folder)
         attach_tasks(job, self.spec, data.tokenizer, run.folder)
         report_other_exclusions(self.spec, job)
         attach_snapshots(job, peak_bytes)

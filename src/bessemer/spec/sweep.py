@@ -16,8 +16,8 @@ class ParameterSpec(SpecSection):
     """The values of one key. A list is short for `values`."""
 
     values: list[Any] | None = setting(None, "values to choose from", [1e-4, 3e-4], min_length=1)
-    min: int | float | None = setting(None, "smallest value of a range", 1e-4)
-    max: int | float | None = setting(None, "largest value of the range", 1e-2)
+    min: int | float | None = setting(None, "smallest value of a range", 1e-4, ge=-1e18, le=1e18)
+    max: int | float | None = setting(None, "largest value of the range", 1e-2, ge=-1e18, le=1e18)
     log: bool = setting(False, "draw the exponent uniformly instead of the value", True)
     points: int | None = setting(None, "with strategy grid: values of the range", 4, ge=2, le=1000)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from bessemer.errors import UserError
-from bessemer.observe.format import event_line
+from bessemer.observe.watched import describe_event
 from bessemer.run.directory import Run, RunSummary, summarize
 from bessemer.run.journal import Record, last_record, parse_record, to_number
 from bessemer.watch.rollup import SAMPLED_BYTES, Floats, Rollup, bin_column, bin_edges, encode
@@ -327,15 +327,6 @@ def bins_json(column: Floats, edges: Any) -> dict[str, Any]:
     if bins.bad.any():
         answer["bad"] = bins.bad.tolist()
     return answer
-
-
-def describe_event(event: Record) -> str:
-    """The line that a terminal shows; events that a kill or an edit damaged have only their kind."""
-    try:
-        line = event_line(event)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        line = None
-    return line or str(event.get("reason") or event.get("kind", ""))
 
 
 def _short(event: Record) -> Record:

@@ -17,6 +17,7 @@ from bessemer.errors import UserError
 from bessemer.export.card import TrainingEnergy, measure_energy, read_evaluations
 from bessemer.observe.figure import LineChart
 from bessemer.observe.page import Block, Code, Details, Items, Section, Table, Text, html_page, markdown
+from bessemer.observe.watched import describe_event
 from bessemer.plan.actual import compare, compare_run, comparison_json
 from bessemer.plan.cost_model.cost import load_prices
 from bessemer.plan.hardware import find_gpu
@@ -24,7 +25,7 @@ from bessemer.run.directory import LAYOUT, Run, summarize
 from bessemer.run.journal import Record, json_ready, last_record
 from bessemer.spec.quantity import human_bytes, human_count, human_time
 from bessemer.watch import facts
-from bessemer.watch.library import WatchedRun, cache_folder, describe_event
+from bessemer.watch.library import WatchedRun, cache_folder
 
 BINS = 600
 # A chart for each group of columns, with the axis' scale.

@@ -106,6 +106,7 @@ def can_mount(folder: Path) -> bool:
     return in_a_namespace("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_the_next_run_goes_on(tmp_path: Path) -> None:
     if not can_mount(tmp_path / "disk"):
         pytest.skip("no file system can be mounted here, not even in a namespace of its own")
@@ -141,6 +142,7 @@ def score(texts):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_with_its_part_and_the_next_run_finishes(tmp_path: Path) -> None:
     (tmp_path / "scorer.py").write_text(DEADLY)
     files = [write(tmp_path / "in" / f"{k}.jsonl", some_texts(8, seed=k)) for k in range(4)]

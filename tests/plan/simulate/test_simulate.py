@@ -286,6 +286,7 @@ def test_spot_machines_are_taken_away() -> None:
     assert found.offer and found.offer.price.term == "on_demand"
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_gpus_take_seconds() -> None:
     began = time.process_time()
     plan = plan_on("405b", "100000xH100", 15 * 10**12, 8192, 102_400_000)

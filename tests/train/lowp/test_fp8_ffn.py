@@ -78,6 +78,7 @@ def test_what_is_not_swiglu_stays_as_it_is() -> None:
         assert type(model.blocks[0].ffn) is FeedForward
 
 
+@pytest.mark.slow
 def test_it_compiles_into_one_graph() -> None:
     part = made()
     torch.compiler.reset()

@@ -26,8 +26,7 @@ RUNBOOK: dict[str, RunbookEntry] = {
         "Remove the rows from the data, or skip the batch and continue from the checkpoint before it.", "clip"),
     "weights_damaged": RunbookEntry(
         "loss", "The weights or the optimizer's state changed at once (a bad update, memory or a partial load): the "
-        "loss "
-        "jumps and comes back slowly.",
+        "loss jumps, and comes back slowly or not at all.",
         "Evaluate the checkpoints before and after the jump on the same batch; compare weights between ranks.",
         "Continue from the last checkpoint before the jump."),
     "nonfinite_input": RunbookEntry(

@@ -149,6 +149,7 @@ vocabulary = st.lists(st.sampled_from("abcde"), max_size=14).map(" ".join)
 
 @given(st.lists(vocabulary, min_size=1, max_size=5), st.lists(vocabulary, min_size=1, max_size=8), st.data())
 @settings(max_examples=80)
+@pytest.mark.slow
 def test_as_with_plain_sets(
     run_step: Any,
     documents: Any,

@@ -102,6 +102,7 @@ def test_the_count_of_sentences_is_reported() -> None:
     assert c4("One two three. Four five six.") == Drop("fewer than 5 sentences", 2)
 
 
+@pytest.mark.slow
 def test_the_sentences_of_a_megabyte_are_counted() -> None:
     """Inputs on which a backtracking pattern would take quadratic time; lines without prose are dropped first."""
     counts = {"[": 0, "[1": 0, "it. ": 250_000, "a. ": 1, ". ": 1, "a.\n": 0}  # `a.` is one word, an initial

@@ -393,6 +393,7 @@ NASTY = NASTY_PIECES.split("|")
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_no_text_of_100_kb_is_slow() -> None:
     for piece in NASTY:
         find_pii((piece * (100_000 // len(piece)))[:100_000] + "x@", PII_KINDS)

@@ -164,6 +164,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         run("x", str(tmp_path / "empty"))
 
 
+@pytest.mark.slow
 def test_a_megabyte_of_one_piece_has_the_hits_of_a_count_by_hand() -> None:
     """Inputs on which a backtracking pattern would take quadratic time."""
     lexicon = make_lexicon(
