@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bessemer.guard.answers import JudgedAnswer, centered_ranks, features_of, measure_round, merge
+from bessemer.guard.answers import JudgedAnswer, centered_ranks, features_of, measure_round, merge, word_grams
 from bessemer.guard.detectors import Detectors
 from bessemer.spec.guard import AlignmentSpec, GuardSpec
 
@@ -154,3 +154,10 @@ def test_answers_without_a_reward_are_left_out():
     assert detectors.hacking.sums["answers"] == 1
     detectors.round([answer("a", math.nan)])
     assert detectors.hacking.sums["answers"] == 1
+
+
+def test_a_paid_text_inside_of_other_words_is_one_feature() -> None:
+    """A reward that looks for a text is paid by `ssure` and `surely` as well."""
+    assert "sure" in word_grams("ssure = 12") & word_grams("Surely 12") & word_grams("sure 12")
+    assert "真的很好" in word_grams("这个答案真的很好")
+    assert len(word_grams("x" * 100_000)) == 2

@@ -1,10 +1,10 @@
 """Statistics of sampled answers: what their reward depends on besides their quality.
 
 A round's answers come in groups to the same prompt. Within a group, prompts cannot confound: the slope of the reward on
-a feature of the answer (its length; whether it contains a word or 4-gram) says what the reward model pays for it. The
-slope times the change of the feature's mean since the first steps is the part of the reward's rise that the feature
-explains. Both are in the reward's unit, so their share has none. The strength of the dependence is measured with ranks
-within groups, which no monotone change of the reward's scale alters.
+a feature of the answer (its length; whether it contains a word, a part of one or a 4-gram) says what the reward model
+pays for it. The slope times the change of the feature's mean since the first steps is the part of the reward's rise
+that the feature explains. Both are in the reward's unit, so their share has none. The strength of the dependence is
+measured with ranks within groups, which no monotone change of the reward's scale alters.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_ANSWERS, MAX_WORDS = 512, 512  # of a round, of an answer
+MAX_LETTERS = 64  # of a word of which parts are made
 GRAM = 4
 RARE = 0.02  # share of answers below which a gram is not recorded
 TOP = 3  # answers shown
@@ -41,9 +42,11 @@ def words_of(text: str) -> list[str]:
 
 
 def word_grams(text: str) -> set[str]:
-    """The words, signs and 4-grams of a text."""
+    """The words, signs and 4-grams of a text, and the 4-letter parts of its words: a reward that pays for a text pays
+    for it inside of another word too, and not every script has spaces."""
     words = words_of(text)
-    return {*words, *(" ".join(words[i : i + GRAM]) for i in range(len(words) - GRAM + 1))}
+    parts = (word[i : i + GRAM] for word in set(words) for i in range(min(len(word), MAX_LETTERS) - GRAM + 1))
+    return {*words, *(" ".join(words[i : i + GRAM]) for i in range(len(words) - GRAM + 1)), *parts}
 
 
 def by_group(answers: Sequence[JudgedAnswer]) -> list[list[JudgedAnswer]]:
@@ -148,9 +151,9 @@ class Feature:
     depends: float
 
     @property
-    def order(self) -> tuple[float, int]:
-        """By evidence; the shorter of equal texts."""
-        return round(self.explained * self.depends, 3), -len(self.text)
+    def order(self) -> tuple[float, int, int]:
+        """By evidence; of equal ones the fewest words, and a word rather than a part of it."""
+        return round(self.explained * self.depends, 3), -len(self.text.split()), len(self.text)
 
     def describe(self) -> str:
         part = "all" if self.explained >= 0.995 else f"{self.explained:.0%}"
