@@ -29,7 +29,8 @@ class Level(IntEnum):
 TOOLS = {
     **dict.fromkeys(
         (
-            "plan run", "plan search", "plan simulate", "plan memory", "plan serve", "spec check", "spec show",
+            "plan run", "plan search", "plan simulate", "plan memory", "plan serve", "plan check", "plan forecast",
+            "spec check", "spec show",
             "spec schema", "data check", "data report", "data verify", "runs list", "runs metrics", "replay",
             "diagnose", "review", "doctor", "report", "checkpoints list", "checkpoints verify", "checkpoints diff",
             "checkpoints lineage", "launch status", "launch queue", "launch logs", "evaluate compare", "model show",
@@ -38,10 +39,12 @@ TOOLS = {
         Level.READ,
     ),
     **dict.fromkeys(
-        ("evaluate model", "export", "data prepare", "checkpoints tag", "plan job", "new", "watch export"), Level.WRITE
+        ("evaluate model", "export", "compress", "data prepare", "checkpoints tag", "plan job", "new", "watch export"),
+        Level.WRITE,
     ),
     **dict.fromkeys(
-        ("train", "launch submit", "launch cancel", "control", "checkpoints prune", "checkpoints restore"), Level.RUN
+        ("train", "sweep", "launch submit", "launch cancel", "control", "checkpoints prune", "checkpoints restore"),
+        Level.RUN,
     ),
 }  # fmt: skip
 # Arguments that raise the level of a call.

@@ -7,22 +7,27 @@ from pathlib import Path
 import typer
 
 from bessemer.cli.console import AS_JSON, print_json
+from bessemer.errors import UserError
 
 
 def new(
-    kind: str = typer.Argument(
+    kind: str | None = typer.Argument(
+        None,
         help="sentiment, text-generation, trades, continued-pretraining, sft-lora, dpo, rlhf, cluster; for a served "
-        "model: endpoint (FastAPI with a container file), web-form (Next.js with Supabase)."
+        "model: endpoint (FastAPI with a container file), web-form (Next.js with Supabase).",
     ),
-    folder: Path = typer.Argument(help="A new folder; its name is the project's."),
+    folder: Path | None = typer.Argument(None, help="A new folder; its name is the project's."),
     as_json: bool = AS_JSON,
 ) -> None:
     """Write a starter project: data made on the spot, spec, tests and a README; or an endpoint or form for a model.
 
     Example: bessemer new sft-lora my-assistant
     """
-    from bessemer.starters.project import new_project
+    from bessemer.starters.project import KINDS, new_project
 
+    if kind is None or folder is None:
+        example = "bessemer new sft-lora my-assistant"
+        raise UserError(f"name a project and a new folder, such as: {example}; there are {', '.join(KINDS)}")
     files = new_project(kind, folder)
     if as_json:
         print_json({"kind": kind, "folder": str(folder), "files": [str(path) for path in files]})

@@ -34,6 +34,7 @@ def check(
     from bessemer.spec.load import SpecError, load_document
     from bessemer.spec.paths import path_problems
     from bessemer.spec.stages import has_stages, load_chain
+    from bessemer.sweep.run import open_sweep
 
     if has_stages(spec):
         chain = load_chain(spec, settings)
@@ -44,6 +45,8 @@ def check(
         print(f"{spec}: fine, {len(chain.stages)} stages: {', '.join(stage.name for stage in chain.stages)}")
         return
     loaded = load_document(spec, settings)
+    if loaded.spec.sweep is not None:
+        open_sweep(spec, settings)
     if not skip_paths and (problems := loaded.locate(path_problems(loaded.spec, read_shape))):
         raise SpecError([*problems, f"{spec}: pass --skip-paths if its files are on another machine"])
     warnings = sorted(

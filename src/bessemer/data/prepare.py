@@ -37,6 +37,7 @@ from bessemer.data.tokenizer.chat import read_template, special_tokens
 from bessemer.data.tokenizer.encode import TokenizeTask, is_part_intact, part_mark, part_prefix, tokenize_part
 from bessemer.data.tokenizer.tokenizer import DEFAULT_EOS, Tokenizer, cut
 from bessemer.errors import UserError
+from bessemer.spec.quantity import human_bytes
 from bessemer.storage import atomic_path, commit_folder, lock_file, sync_path
 
 if TYPE_CHECKING:
@@ -417,7 +418,7 @@ class _Job:
             tokenizer = self.loaded
             if tokenizer is None:
                 work = f"training a tokenizer of {self.vocab:,} tokens"
-                self.meter.say(f"{work} on at most {self.spec.sample / 1e6:.0f} MB of text")
+                self.meter.say(f"{work} on at most {human_bytes(self.spec.sample)} of text")
                 size = min(self.spec.sample, sum(source.text_bytes for source in sources.values()))
                 texts = self.meter.counting(self._sample(sources), f"{work}: reading", size, f"{work}: choosing them")
                 tokenizer = Tokenizer.train(texts, self.vocab, eos, kind=self.spec.kind, special=self.special)

@@ -182,7 +182,8 @@ class ExpectedRun:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A run and its machine. `beside_bytes` are in memory besides a step (snapshots, weight averages)."""
+    """A run and its machine. `beside_bytes` are in memory besides a step (snapshots, weight averages); `filled` is the
+    share of the rows that is not padding, which rates leave out."""
 
     spec: RunSpec
     shape: ModelShape
@@ -192,6 +193,7 @@ class RunSetup:
     per_node: int
     peak_flops: float  # of all processes
     beside_bytes: int = 0
+    filled: float = 1.0
 
     @property
     def rows(self) -> int:
@@ -229,8 +231,8 @@ def predict_run(occasion: RunSetup, records: list[RunRecord], measured_s: float 
     estimated = _estimate_memory(occasion)
     memory, memory_error = _corrected_memory(machine, estimated, earlier)
     tokens = occasion.rows * training.context
-    rate = tokens / step_s if step_s else None
-    all_tokens = tokens_after(training.batch_rows, training.total_steps) * training.context
+    rate = tokens * occasion.filled / step_s if step_s else None
+    all_tokens = tokens_after(training.batch_rows, training.total_steps) * training.context * occasion.filled
     return ExpectedRun(
         step_s=step_s,
         tokens_per_s=rate,

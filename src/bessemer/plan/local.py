@@ -83,10 +83,11 @@ def estimate_duration(
         return None
     rows = tokens_after(training.batch_rows, training.total_steps) - tokens_after(training.batch_rows, start_step)
     tokens = rows * training.context
-    seconds = tokens / rate * (1 + evaluation_share(occasion))
+    with_padding = rate / occasion.filled
+    seconds = tokens / with_padding * (1 + evaluation_share(occasion))
     smaller = None
     if occasion.machine.device == "cpu" and seconds > LONG_S and start_step == 0 and rate_of is not None:
-        smaller = smaller_run(occasion, tokens, rate, rate_of)
+        smaller = smaller_run(occasion, tokens, with_padding, rate_of)
     return DurationEstimate(seconds, rate, expected.error, expected.basis, smaller)
 
 

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 import torch
 
+from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.user_dataset import NOT_REPLAYABLE, IterableStream
 from bessemer.guard.machine import PlanGapDetector
 from bessemer.model.families.folder import keep_origin
@@ -101,7 +102,7 @@ class PlanComparison:
         self.first_step = job.start_step  # earlier records are of another start
         self.occasion = RunSetup(
             job.spec, shape, job.plan, machine, job.world.layout, max(hosts.values(), default=1),
-            job.recorder.peak_flops, _resident_bytes(job),
+            job.recorder.peak_flops, _resident_bytes(job), filled_share(job),
         )  # fmt: skip
         self.expected: ExpectedRun = predict_run(self.occasion, load_records(self.path), self._measured_step())
         self.duration = estimate_duration(self.occasion, self.expected, job.start_step, self._rate_of)
@@ -145,6 +146,18 @@ class PlanComparison:
         }  # fmt: skip
         if error := append_record(self.path, make_run_record(self.occasion, self.expected, entry)):
             job.recorder.event("not_kept", reason=error)
+
+
+def filled_share(job: Job) -> float:
+    """The share of this process's rows that is not padding, in the first step. 1 where it cannot be read ahead."""
+    stream, plan = job.data.stream, job.plan
+    full = job.spec.objective == "pretrain" and job.spec.data.packing == "concat"
+    if full or not isinstance(stream, BatchStream) or job.start_step >= plan.total_steps:
+        return 1.0
+    batches = stream.micro_batches(job.start_step, plan.micro_rows)
+    with torch.random.fork_rng([]):
+        read = sum(inputs.read for inputs in job.engine.inputs(batches))
+    return read / max(1, sum(len(batch.tokens) for batch in batches) * plan.context) or 1.0
 
 
 def _resident_bytes(job: Job) -> int:

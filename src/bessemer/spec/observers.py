@@ -132,6 +132,11 @@ class RouteSpec(SpecSection):
             raise ValueError("URLs of alerts hold secrets: set it in the environment, and write the variable's name")
         return value
 
+    @field_validator("on", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
     @field_validator("on")
     @classmethod
     def _known(cls, value: list[str]) -> list[str]:

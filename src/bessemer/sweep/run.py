@@ -78,7 +78,8 @@ def open_sweep(path: Path, settings: Sequence[str]) -> Sweep:
             try:
                 load_document(path, [*settings, f"{key}={yaml_text(value)}"])
             except SpecError as error:
-                problems += [problem for problem in error.problems if key in problem or "--set" in problem]
+                lines = [problem for problem in error.problems if key in problem or "--set" in problem]
+                problems += [line.removeprefix(f"--set {key}={yaml_text(value)}: ") for line in lines]
             except UserError as error:
                 problems.append(str(error))
     if problems:
@@ -125,8 +126,10 @@ def _prepare_folder(sweep: Sweep) -> None:
     if written.exists():
         before = load_document(written).spec
         if _without_trials(before) != _without_trials(sweep.spec):
+            empty = not any(trial.state == FINISHED for trial in Trials.read(folder).trials)
+            fix = "none of its trials has a result: delete the folder" if empty else "restore that"
             raise UserError(
-                f"{folder}: holds a sweep of another spec ({written}): restore that, or write another name, such as "
+                f"{folder}: holds a sweep of another spec ({written}): {fix}, or write another name, such as "
                 f"--set name={sweep.spec.name}-2"
             )
     write_atomic(written, text, parents=True)

@@ -153,7 +153,8 @@ class AlertWatcher:
             self._save()
         if failed:
             names = ", ".join(self.spec.routes[number].to for number in sorted(failed))
-            raise ConnectionError(f"{len(self._outbox)} messages wait: {names} did not take them")
+            fix = "check the address, and that its server is up"
+            raise ConnectionError(f"{len(self._outbox)} messages wait: {names} did not take them: {fix}")
         return len(waiting)
 
     def fail(self) -> None:
