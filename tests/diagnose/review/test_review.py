@@ -174,3 +174,39 @@ def test_patched_scripts_run() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     runs = json.loads(done.stdout)["held_out"]["patched_runs"]
     assert runs["failed"] == {} and runs["ran"] >= 8
+
+
+EVALUATION = """import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from model import GPT
+model = GPT()
+optimizer = model.configure_optimizers()
+{wrap}
+@torch.no_grad()
+def estimate_loss():
+    {mode}
+    total = 0.0
+    for _ in range(20):
+        total += model(*get_batch())[1].item()
+    model.train()
+    return total
+raw_model = model.module if ddp else model
+while True:
+    if step % 100 == 0:
+        print(estimate_loss(), raw_model.state_dict())
+    X, Y = get_batch()
+    logits, loss = model(X, Y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+WRAPS = [
+    "pass", "model = torch.compile(model)", "if ddp:\n    model = DDP(model)",
+    "model, optimizer = accelerator.prepare(model, optimizer)", "model = torch.compile(DDP(model.cuda()))",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_model_of_an_unknown_class_stays_a_model_when_it_is_wrapped(wrap: str) -> None:
+    assert rules_of(EVALUATION.format(wrap=wrap, mode="model.eval()")) == []
+    assert rules_of(EVALUATION.format(wrap=wrap, mode="pass")) == ["eval-mode-missing"]
