@@ -175,6 +175,10 @@ class TrainingScript:
                 return f"{above.name}@{above.lineno}:{text}"
         return text
 
+    def holds(self, kind: str) -> bool:
+        """Whether any variable is of a kind."""
+        return any(kind in kinds for kinds in self._kinds.values())
+
     def kinds(self, node: ast.AST | None) -> Kinds:
         """What an expression may hold."""
         if isinstance(node, ast.IfExp):
