@@ -244,13 +244,13 @@ GUARDED = f"model.eval()\n        with torch.no_grad():\n            {SUM.format
         ({"evaluate": SUM.format("val_ds")}, {"eval-mode-missing", "no-grad-missing"}),
         ({"evaluate": "model.eval()\n        " + SUM.format("vl")}, {"no-grad-missing"}),
         (
-            {"evaluate": "score = 0\n        for x, y in vl:\n            score += F.cross_entropy(model(x), y).item()"},
+            {"evaluate": "score = 0\n        for x, y in vl:\n            score += loss_of(model(x), y).item()"},
             {"eval-mode-missing", "no-grad-missing"},
         ),
         ({"evaluate": GUARDED, "start": "0", "sign": ">"}, {"best-keeps-worst"}),
         ({"evaluate": GUARDED.replace("sum(F", "-sum(F"), "start": "-1e9", "sign": ">"}, set()),
         ({"evaluate": GUARDED.replace("F.cross_entropy", "accuracy"), "start": "0", "sign": ">"}, set()),
-        ({"evaluate": SUM.format("vl"), "arguments": "train_ds, more", "held": "more"}, set()),  # what `more` is is unknown
+        ({"evaluate": SUM.format("vl"), "arguments": "train_ds, more", "held": "more"}, set()),  # of unknown use
     ],
 )  # fmt: skip
 def test_evaluation_by_what_the_loader_reads(parts: dict[str, str], expected: set[str]) -> None:
@@ -285,7 +285,8 @@ def test_labels_shifted_by_hand() -> None:
 def test_the_state_of_a_model_wrapped_by_ddp() -> None:
     text = (
         "import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nfrom m import make\n"
-        "def main(rank):\n    model = DDP(make().cuda())\n    if rank == 0:\n        torch.save(model.state_dict(), 'a.pt')\n"
+        "def main(rank):\n    model = DDP(make().cuda())\n    if rank == 0:\n"
+        "        torch.save(model.state_dict(), 'a.pt')\n"
     )
     assert rules_of(text) == ["module-prefix"]
     assert rules_of(apply_patches(text, "train.py")) == []

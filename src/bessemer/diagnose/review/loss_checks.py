@@ -138,10 +138,9 @@ def shifted_copies(script: TrainingScript) -> Iterator[tuple[ast.expr, ast.expr,
     if not script.holds("causal") or any(True for _ in loss_calls(script)):
         return
     for node in script.nodes:
-        values = []
-        if isinstance(node, ast.Assign) and "label" in ast.unparse(node.targets[0]):
-            values = [node.value]
-        elif isinstance(node, ast.keyword) and node.arg == "labels":
+        values: list[ast.expr] = []
+        assigns = isinstance(node, ast.Assign) and "label" in ast.unparse(node.targets[0])
+        if isinstance(node, ast.Assign | ast.keyword) and (assigns or getattr(node, "arg", "") == "labels"):
             values = [node.value]
         elif isinstance(node, ast.Dict):
             pairs = zip(node.keys, node.values, strict=True)

@@ -48,11 +48,9 @@ def names_evaluation(script: TrainingScript, data: ast.expr) -> bool:
 
 def drawn_for_evaluation(script: TrainingScript, event: TrainingEvent) -> bool:
     """Whether an event is in a comprehension over data of an evaluation: `sum(loss(x) for x in val)`."""
-    return any(
-        names_evaluation(script, part.iter)
-        for frame in event.frames if isinstance(frame.node, ast.GeneratorExp | ast.ListComp | ast.SetComp | ast.DictComp)
-        for part in frame.node.generators
-    )  # fmt: skip
+    drawn = ast.GeneratorExp | ast.ListComp | ast.SetComp | ast.DictComp
+    nodes = [frame.node for frame in event.frames if isinstance(frame.node, drawn)]
+    return any(names_evaluation(script, part.iter) for node in nodes for part in getattr(node, "generators", ()))
 
 
 def last_mode(trace: Trace, event: TrainingEvent) -> str:

@@ -145,7 +145,7 @@ class TrainingScript:
     @cached_property
     def deepspeed(self) -> bool:
         """Whether a DeepSpeed engine owns the optimizer."""
-        return any("engine" in kinds for kinds in self._kinds.values())
+        return self.holds("engine")
 
     # Kinds
 
