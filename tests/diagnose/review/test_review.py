@@ -174,3 +174,119 @@ def test_patched_scripts_run() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     runs = json.loads(done.stdout)["held_out"]["patched_runs"]
     assert runs["failed"] == {} and runs["ran"] >= 8
+
+
+EVALUATION = """import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from model import GPT
+model = GPT()
+optimizer = model.configure_optimizers()
+{wrap}
+@torch.no_grad()
+def estimate_loss():
+    {mode}
+    total = 0.0
+    for _ in range(20):
+        total += model(*get_batch())[1].item()
+    model.train()
+    return total
+raw_model = model.module if ddp else model
+while True:
+    if step % 100 == 0:
+        print(estimate_loss(), raw_model.state_dict())
+    X, Y = get_batch()
+    logits, loss = model(X, Y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+WRAPS = [
+    "pass", "model = torch.compile(model)", "if ddp:\n    model = DDP(model)",
+    "model, optimizer = accelerator.prepare(model, optimizer)", "model = torch.compile(DDP(model.cuda()))",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_model_of_an_unknown_class_stays_a_model_when_it_is_wrapped(wrap: str) -> None:
+    assert rules_of(EVALUATION.format(wrap=wrap, mode="model.eval()")) == []
+    assert rules_of(EVALUATION.format(wrap=wrap, mode="pass")) == ["eval-mode-missing"]
+
+
+VALIDATED = """import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+def main(model, {arguments}):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader, vl = DataLoader(train_ds), DataLoader({held})
+    best = {start}
+    for epoch in range(3):
+        model.train()
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        {evaluate}
+        if score {sign} best:
+            best = score
+            torch.save(model.state_dict(), "best.pt")
+"""
+FULL = {"arguments": "train_ds, val_ds", "held": "val_ds", "start": 'float("inf")', "sign": "<"}
+SUM = "score = sum(F.cross_entropy(model(x), y).item() for x, y in {})"
+GUARDED = f"model.eval()\n        with torch.no_grad():\n            {SUM.format('vl')}"
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"evaluate": GUARDED}, set()),
+        ({"evaluate": SUM.format("vl")}, {"eval-mode-missing", "no-grad-missing"}),
+        ({"evaluate": SUM.format("val_ds")}, {"eval-mode-missing", "no-grad-missing"}),
+        ({"evaluate": "model.eval()\n        " + SUM.format("vl")}, {"no-grad-missing"}),
+        (
+            {"evaluate": "score = 0\n        for x, y in vl:\n            score += loss_of(model(x), y).item()"},
+            {"eval-mode-missing", "no-grad-missing"},
+        ),
+        ({"evaluate": GUARDED, "start": "0", "sign": ">"}, {"best-keeps-worst"}),
+        ({"evaluate": GUARDED.replace("sum(F", "-sum(F"), "start": "-1e9", "sign": ">"}, set()),
+        ({"evaluate": GUARDED.replace("F.cross_entropy", "accuracy"), "start": "0", "sign": ">"}, set()),
+        ({"evaluate": SUM.format("vl"), "arguments": "train_ds, more", "held": "more"}, set()),  # of unknown use
+    ],
+)  # fmt: skip
+def test_evaluation_by_what_the_loader_reads(parts: dict[str, str], expected: set[str]) -> None:
+    text = VALIDATED.format(**{**FULL, **parts})
+    assert set(rules_of(text)) == expected
+    assert rules_of(apply_patches(text, "train.py")) == []
+
+
+def test_a_flattened_sequence_that_is_its_own_target() -> None:
+    text = LOOP.format(optimizer="optimizer", before="pass", start="optimizer.zero_grad()", end="optimizer.step()")
+    own = text.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x)[:, :].flatten(0, 1), x.flatten())")
+    assert rules_of(own) == ["labels-not-shifted"]
+    assert "model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()" in apply_patches(own, "train.py")
+    assert rules_of(own.replace("import build", "import build, AutoEncoder")) == []
+    assert rules_of(own.replace("[:, :]", "[:, :-1]").replace("x.fl", "x[:, 1:].fl")) == []
+
+
+def test_labels_shifted_by_hand() -> None:
+    text = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "tokenizer = AutoTokenizer.from_pretrained('x')\nmodel = AutoModelForCausalLM.from_pretrained('x')\n"
+        "def encode(rows):\n    tokens = tokenizer(rows['text'], padding='max_length')\n"
+        "    tokens['labels'] = [ids[1:] + [-100] for ids in tokens['input_ids']]\n    return tokens\n"
+        "ds.map(encode, batched=True)\n"
+    )
+    assert rules_of(text) == ["labels-shifted-twice", "pad-in-loss"]
+    assert rules_of(apply_patches(text, "train.py")) == []
+    assert rules_of(text.replace("padding='max_length'", "truncation=True")) == ["labels-shifted-twice"]
+    assert rules_of(text.replace("ForCausalLM", "ForTokenClassification").replace("padding", "x")) == []
+
+
+def test_the_state_of_a_model_wrapped_by_ddp() -> None:
+    text = (
+        "import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nfrom m import make\n"
+        "def main(rank):\n    model = DDP(make().cuda())\n    if rank == 0:\n"
+        "        torch.save(model.state_dict(), 'a.pt')\n"
+    )
+    assert rules_of(text) == ["module-prefix"]
+    assert rules_of(apply_patches(text, "train.py")) == []

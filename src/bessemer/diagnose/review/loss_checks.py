@@ -10,7 +10,7 @@ from bessemer.diagnose.review.catalogue import ScriptFault
 from bessemer.diagnose.review.edits import SourceEdit
 from bessemer.diagnose.review.flow import SHAPES, before, definitions, origin, shaped
 from bessemer.diagnose.review.script import TrainingScript
-from bessemer.diagnose.review.trace import Trace, last_part
+from bessemer.diagnose.review.trace import Trace, is_model, last_part
 
 ACTIVATIONS = {
     "softmax": "softmax", "Softmax": "softmax", "log_softmax": "log_softmax", "LogSoftmax": "log_softmax",
@@ -29,6 +29,7 @@ TWICE = {
     ("NLLLoss", "softmax"): "nll-without-log-softmax",
 }
 TOKENS = re.compile(r"(^|_)(ids?|tok\w*|input\w*|seq\w*|idx|tokens)($|_)|input_ids")
+REBUILDS = re.compile(r"encoder|vae|recon|mask|noise|corrupt|denois|pixelcnn|bidirectional")  # the input is the target
 
 
 def loss_calls(script: TrainingScript) -> Iterator[tuple[ast.Call, str]]:
@@ -123,9 +124,47 @@ def check_shift(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
             yield ScriptFault(
                 "labels-shifted-twice", labels.lineno, "labels are shifted before a model that shifts them", edits
             )
+    for value, ids, shift in shifted_copies(script):
+        edit = script.source.replace(value, f"{script.text(ids)}.copy()")
+        place = shift.lineno
+        yield ScriptFault("labels-shifted-twice", place, "labels are shifted for a model that shifts them", (edit,))
     for call, loss in loss_calls(script):
         if loss == "CrossEntropyLoss" and len(call.args) >= 2:
             yield from _unshifted(script, call)
+
+
+def shifted_copies(script: TrainingScript) -> Iterator[tuple[ast.expr, ast.expr, ast.expr]]:
+    """Labels made as `ids[1:] + [-100]` for a causal model of transformers: the value, the ids, the shift."""
+    if not script.holds("causal") or any(True for _ in loss_calls(script)):
+        return
+    for node in script.nodes:
+        values: list[ast.expr] = []
+        assigns = isinstance(node, ast.Assign) and "label" in ast.unparse(node.targets[0])
+        if isinstance(node, ast.Assign | ast.keyword) and (assigns or getattr(node, "arg", "") == "labels"):
+            values = [node.value]
+        elif isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            values = [value for key, value in pairs if isinstance(key, ast.Constant) and key.value == "labels"]
+        for value in values:
+            shift = value.elt if isinstance(value, ast.ListComp) else value
+            if not _adds_one_to_shifted(shift):
+                continue
+            assert isinstance(shift, ast.BinOp) and isinstance(shift.left, ast.Subscript)
+            ids = shift.left.value
+            if isinstance(value, ast.ListComp):
+                part = value.generators[0]
+                if len(value.generators) > 1 or part.ifs or ast.unparse(part.target) != ast.unparse(ids):
+                    continue
+                ids = part.iter
+            yield value, ids, shift
+
+
+def _adds_one_to_shifted(node: ast.expr) -> bool:
+    """ids[1:] + [one]."""
+    return (
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and isinstance(node.left, ast.Subscript)
+        and ast.unparse(node.left.slice) == "1:" and isinstance(node.right, ast.List) and len(node.right.elts) == 1
+    )  # fmt: skip
 
 
 def _slice(script: TrainingScript, node: ast.expr) -> tuple[str, str, ast.expr | None]:
@@ -146,19 +185,21 @@ def _base(script: TrainingScript, node: ast.expr) -> ast.expr:
 
 
 def _unshifted(script: TrainingScript, call: ast.Call) -> Iterator[ScriptFault]:
-    logits, target = _base(script, call.args[0]), shaped(call.args[1])
-    source = origin(script, logits)
+    logits, target = _uncut(_base(script, call.args[0])), shaped(call.args[1])
+    source = _uncut(origin(script, logits))
     while isinstance(source, ast.Attribute | ast.Subscript) and not isinstance(
         getattr(source, "slice", None), ast.Tuple
     ):
         if isinstance(source, ast.Subscript) and not isinstance(source.slice, ast.Constant):
             return
         source = origin(script, source.value)
-    if not isinstance(source, ast.Call) or not script.kinds(source.func) & {"model", "engine"}:
+    if not isinstance(source, ast.Call) or not is_model(script, source.func):
         return
     ids = script.argument(source, "input_ids", 0)
     aim = origin(script, target)
-    if ids is None or not TOKENS.search(last_part(ids) or ast.unparse(ids)):
+    if ids is None:
+        return
+    if not TOKENS.search(last_part(ids) or ast.unparse(ids)) and REBUILDS.search(script.source.text.lower()):
         return
     if ast.unparse(origin(script, ids)) != ast.unparse(aim) or "[:" in ast.unparse(aim):
         return
@@ -167,12 +208,22 @@ def _unshifted(script: TrainingScript, call: ast.Call) -> Iterator[ScriptFault]:
     edits: list[SourceEdit] = []
     for argument, cut in ((call.args[0], "[:, :-1]"), (call.args[1], "[:, 1:]")):
         inner = _innermost(argument)
-        edits.append(script.source.replace(inner, script.text(inner) + cut))
+        edits.append(script.source.replace(inner, script.text(_uncut(inner)) + cut))
         for part in ast.walk(argument):
             if isinstance(part, ast.Attribute) and part.attr == "view":
                 end = script.source.span(part)[1]
                 edits.append(SourceEdit(end - 4, end, "reshape"))
     yield ScriptFault("labels-not-shifted", call.lineno, "logits are compared with their own input", tuple(edits))
+
+
+def _uncut(node: ast.expr) -> ast.expr:
+    """x of x[:, :]."""
+    while isinstance(node, ast.Subscript):
+        cuts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if not all(ast.unparse(cut) in (":", "...", "Ellipsis") for cut in cuts):
+            break
+        node = node.value
+    return node
 
 
 def _innermost(node: ast.expr) -> ast.expr:
@@ -215,13 +266,21 @@ def label_copies(script: TrainingScript) -> Iterator[tuple[ast.expr, ast.expr, s
             ids, how = _ids_of(node.value)
             if ids is not None:
                 yield node.value, ids, how, None
+    for value, ids, _ in shifted_copies(script):
+        if _ids_of(ids)[0] is not None:
+            yield value, ids, "copy", None
 
 
 def check_padding(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
     text = script.source.text
+    masks = any(
+        isinstance(node, ast.UnaryOp) and ast.unparse(node) == "-100"
+        and not any(isinstance(above, ast.expr) and _adds_one_to_shifted(above) for above in script.ancestors(node))
+        for node in script.nodes
+    )  # fmt: skip
     own_collator = any("DataCollator" in name for name in script.imports) or "ignore_index" in text
     for value, ids, how, assign in label_copies(script):
-        if "-100" in text or own_collator or not pads(script):
+        if masks or own_collator or not pads(script):
             break
         yield ScriptFault(
             "pad-in-loss", value.lineno, "labels are a copy of padded input ids",
@@ -302,14 +361,15 @@ def check_best(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
         if not isinstance(node, ast.If) or not isinstance(node.test, ast.Compare) or len(node.test.ops) != 1:
             continue
         left, right, sign = node.test.left, node.test.comparators[0], node.test.ops[0]
-        worse = isinstance(sign, ast.Gt | ast.GtE) and _is_loss(left) and "best" in last_part(right).lower()
-        worse = worse or (isinstance(sign, ast.Lt | ast.LtE) and _is_loss(right) and "best" in last_part(left).lower())
+        left_loss, right_loss = _is_loss(script, left), _is_loss(script, right)
+        worse = isinstance(sign, ast.Gt | ast.GtE) and left_loss and "best" in last_part(right).lower()
+        worse = worse or (isinstance(sign, ast.Lt | ast.LtE) and right_loss and "best" in last_part(left).lower())
         updates = any(
             isinstance(s, ast.Assign) and any("best" in ast.unparse(t).lower() for t in s.targets) for s in node.body
         )
-        if not worse or not updates or "best" in last_part(left if worse and _is_loss(left) else right).lower():
+        if not worse or not updates or "best" in last_part(left if worse and left_loss else right).lower():
             continue
-        best = right if _is_loss(left) and "best" in last_part(right).lower() else left
+        best = right if left_loss and "best" in last_part(right).lower() else left
         swap = {">": "<", "<": ">"}
         text = script.text(node.test)
         edits = [script.source.replace(node.test, "".join(swap.get(letter, letter) for letter in text))]
@@ -326,9 +386,18 @@ def check_best(script: TrainingScript, trace: Trace) -> Iterator[ScriptFault]:
             yield ScriptFault("best-keeps-worst", greater.lineno, "greater_is_better with a loss", (edit,))
 
 
-def _is_loss(node: ast.expr) -> bool:
+def _is_loss(script: TrainingScript, node: ast.expr) -> bool:
+    """Whether a value is a loss, by its name or by each expression that it is computed by."""
     name = last_part(node).lower()
-    return ("loss" in name or "ppl" in name or "perplexity" in name) and "best" not in name
+    if "best" in name or not name:
+        return False
+    values = definitions(script, node)
+    computed = [part for part, _ in loss_calls(script)]
+    return "loss" in name or "ppl" in name or "perplexity" in name or (bool(values) and all(
+        any(part in computed for part in ast.walk(value))
+        and not any(isinstance(part, ast.USub | ast.Sub | ast.Div | ast.Compare) for part in ast.walk(value))
+        for value in values
+    ))  # fmt: skip
 
 
 CHECKS = (check_activations, check_shift, check_padding, check_pad_token, check_best)

@@ -29,10 +29,28 @@ def evaluation_place(script: TrainingScript, event: TrainingEvent) -> ast.stmt |
     if loop is not None and not inside_of(script, event.node, loop):
         loop = None  # the loop is that of a caller
     place: ast.stmt = loop if loop is not None else script.statement(event.node)
-    names = [function.name] if function is not None else []
-    if isinstance(loop, ast.For):
-        names += [last_part(part) for part in ast.walk(loop.iter) if isinstance(part, ast.Name | ast.Attribute)]
-    return place if any(EVALUATES.search(name.lower()) for name in names) else None
+    if function is not None and EVALUATES.search(function.name.lower()):
+        return place
+    if drawn_for_evaluation(script, event):
+        return script.statement(event.node)
+    return place if isinstance(loop, ast.For) and names_evaluation(script, loop.iter) else None
+
+
+def names_evaluation(script: TrainingScript, data: ast.expr) -> bool:
+    """Whether the data of a loop are named for evaluation, or come from a loader of such data."""
+    parts = [part for part in ast.walk(data) if isinstance(part, ast.Name | ast.Attribute)]
+    for part in list(parts):
+        for value in definitions(script, part):
+            if script.name(value) == "DataLoader":
+                parts += [inner for inner in ast.walk(value) if isinstance(inner, ast.Name | ast.Attribute)]
+    return any(EVALUATES.search(last_part(part).lower()) for part in parts)
+
+
+def drawn_for_evaluation(script: TrainingScript, event: TrainingEvent) -> bool:
+    """Whether an event is in a comprehension over data of an evaluation: `sum(loss(x) for x in val)`."""
+    drawn = ast.GeneratorExp | ast.ListComp | ast.SetComp | ast.DictComp
+    nodes = [frame.node for frame in event.frames if isinstance(frame.node, drawn)]
+    return any(names_evaluation(script, part.iter) for node in nodes for part in getattr(node, "generators", ()))
 
 
 def last_mode(trace: Trace, event: TrainingEvent) -> str:
@@ -47,10 +65,12 @@ def evaluations(script: TrainingScript, trace: Trace) -> Iterator[tuple[Training
     """Forward passes that evaluate, with the statement that holds them."""
     for forward in trace.of("forward"):
         function = script.function_of(forward.node)
-        evaluates = function is not None and EVALUATES.search(function.name.lower()) is not None
+        evaluates = drawn_for_evaluation(script, forward) or (
+            function is not None and EVALUATES.search(function.name.lower()) is not None
+        )
         if forward.loops and trace.inside(forward.loops[-1], "backward") and not evaluates:
             continue
-        if function is not None and trace.inside(function, "backward"):
+        if function is not None and trace.inside(function, "backward") and not drawn_for_evaluation(script, forward):
             backward = trace.inside(function, "backward")[-1]
             if not forward.loops or forward.loops[-1] in backward.loops:
                 continue

@@ -208,6 +208,9 @@ def _prefixed(script: TrainingScript, call: ast.Call) -> Iterator[ScriptFault]:
     wrappers = kinds & {"ddp", "compiled", "prepared"}
     if receiver is None or "model" not in kinds or not wrappers or "fsdp" in kinds:
         return
+    if any(isinstance(part, ast.Attribute) and part.attr in ("module", "_orig_mod")
+           for value in definitions(script, receiver) for part in ast.walk(value)):  # fmt: skip
+        return  # `raw = model.module if ddp else model`
     wraps = [node.lineno for node in script.calls("DistributedDataParallel", "compile", "prepare")]
     for load in script.calls("load_state_dict"):
         inner = load.func.value if isinstance(load.func, ast.Attribute) else None

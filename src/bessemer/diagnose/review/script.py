@@ -24,6 +24,8 @@ WRAPPERS = {
     "DistributedDataParallel": "ddp", "FullyShardedDataParallel": "fsdp", "fully_shard": "fsdp", "compile": "compiled",
     "get_peft_model": "peft", "convert_sync_batchnorm": "sync_bn", "DataParallel": "ddp", "prepare_model": "prepared",
 }  # fmt: skip
+STATES = frozenset({*WRAPPERS.values()})  # what was done to a value; they do not say what the value is
+MODEL_WRAPPERS = STATES - {"compiled", "prepared"}  # what only a model can be wrapped by
 # Constructors whose last name says enough.
 BY_NAME = {
     "GradScaler": "scaler", "Accelerator": "accelerator", "DataLoader": "loader", "DistributedSampler": "sampler",
@@ -143,7 +145,7 @@ class TrainingScript:
     @cached_property
     def deepspeed(self) -> bool:
         """Whether a DeepSpeed engine owns the optimizer."""
-        return any("engine" in kinds for kinds in self._kinds.values())
+        return self.holds("engine")
 
     # Kinds
 
@@ -173,6 +175,10 @@ class TrainingScript:
                 return f"{above.name}@{above.lineno}:{text}"
         return text
 
+    def holds(self, kind: str) -> bool:
+        """Whether any variable is of a kind."""
+        return any(kind in kinds for kinds in self._kinds.values())
+
     def kinds(self, node: ast.AST | None) -> Kinds:
         """What an expression may hold."""
         if isinstance(node, ast.IfExp):
@@ -192,8 +198,9 @@ class TrainingScript:
             module = {"model", "local"} if self.is_a(name, "Module", "LightningModule", "PreTrainedModel") else set()
             trainer = {"hf_trainer"} if self.is_a(name, "Trainer") else set()
             return frozenset({f"class:{name}", *module, *trainer})
-        if name in WRAPPERS and call.args:
-            return self.kinds(call.args[0]) | {WRAPPERS[name]}
+        if name in WRAPPERS and call.args and dotted != "re.compile":
+            state = WRAPPERS[name]
+            return self.kinds(call.args[0]) | ({state, "model"} if state in MODEL_WRAPPERS else {state})
         if name in OPTIMIZERS:
             return frozenset({"optimizer"})
         if (name.startswith("get_") and "schedule" in name) or (name.endswith("LR") and name[0].isupper()) or (
@@ -249,7 +256,7 @@ class TrainingScript:
                 self._assign(node.optional_vars, node.context_expr)
             elif isinstance(node, ast.Call):
                 if self.name(node) == "fully_shard" and node.args:
-                    self._add(node.args[0], frozenset({"fsdp"}))
+                    self._add(node.args[0], frozenset({"fsdp", "model"}))
                 if (function := self.local_function(node)) is not None:
                     self._bind(function, node)
 

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bessemer.diagnose.review.script import Function, TrainingScript
+from bessemer.diagnose.review.script import STATES, Function, TrainingScript
 
 Loop = ast.For | ast.While | ast.AsyncFor
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
@@ -143,19 +143,19 @@ def last_part(node: ast.expr) -> str:
 def is_optimizer(script: TrainingScript, node: ast.expr | None) -> bool:
     if node is None:
         return False
-    if kinds := script.kinds(node):
+    if kinds := script.kinds(node) - STATES:
         return "optimizer" in kinds
     part = last_part(node).lower()
     return part.rstrip("s_0123456789") in OPTIMIZER_NAMES or part.startswith(("optimizer_", "opt_"))
 
 
 def is_scheduler(script: TrainingScript, node: ast.expr) -> bool:
-    kinds = script.kinds(node)
+    kinds = script.kinds(node) - STATES
     return "scheduler" in kinds or (not kinds and last_part(node).lower() in SCHEDULER_NAMES)
 
 
 def is_model(script: TrainingScript, node: ast.expr) -> bool:
-    kinds = script.kinds(node)
+    kinds = script.kinds(node) - STATES
     return bool(kinds & {"model", "engine"}) or (not kinds and last_part(node).lower() in ("model", "net", "network"))
 
 
