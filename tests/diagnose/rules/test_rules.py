@@ -266,3 +266,39 @@ def test_a_run_of_many_steps_is_judged_in_seconds() -> None:
     rates = 3e-4 * np.minimum(1, (steps + 1) / 2000) * (0.55 + 0.45 * np.cos(np.pi * steps / n))
     findings = judge_run(run(loss=(steps, loss), lr=(steps, rates), step_s=(steps, np.full(n, 0.2))))
     assert [finding.step for finding in loud(findings)] == [70_001]
+
+
+def megatron_nan(last_finite: int) -> ForeignRun:
+    """Lines of ten steps each; from one on the loss is NaN, and that line's mean is of its finite steps alone."""
+    steps = np.arange(10, 2001, 10)
+    loss = 2.6 + 3 * np.exp(-steps / 200) + np.random.default_rng(0).normal(0, 0.03, len(steps))
+    loss[steps > last_finite] = np.nan
+    counts = np.where(steps == last_finite, 4, np.where(steps > last_finite, 10, 0))
+    return run("megatron", loss=(steps, loss), **{"number of nan iterations": (steps, counts)})
+
+
+def test_nan_iterations_beside_a_finite_mean_lie_within_the_interval_of_that_line() -> None:
+    finding = judge_run(megatron_nan(1230))[0]
+    assert finding.severity == "critical" and finding.evidence["first_interval"] == [1221, 1230]
+    assert "between step 1221 and step 1230" in finding.symptom and "1240" in finding.symptom
+    single = megatron_nan(2000)
+    assert judge_run(single)[0].severity == "warning" and judge_run(single)[0].evidence["nan_iterations"] == 4
+
+
+@pytest.mark.parametrize(
+    ("format", "line"),
+    [
+        ("megatron", "Run without `--no-check-for-nan-in-loss-and-grad`"),
+        ("nanogpt", "error_if_nonfinite=True"),
+        ("hf_trainer", "logging_nan_inf_filter=False"),
+        ("lightning", "detect_anomaly=True"),
+        ("deepspeed", "clipping does not remove a NaN."),
+    ],
+)
+def test_the_fix_of_a_nan_is_not_to_clip(format: str, line: str) -> None:
+    loss = falling()
+    loss[300:] = np.nan
+    finding = judge_run(run(format, loss=loss))[0]
+    assert finding.rule == "nonfinite_input" and line in finding.fix
+    assert not any("grad_clip = " in text or "--clip-grad" in text for text in [finding.fix])
+    assert all(cause.name != "bad_batch" for cause in finding.alternatives)
