@@ -47,6 +47,10 @@ def diagnose(
         print_json(json_ready(diagnosis.to_json()))
     else:
         _print_diagnosis(diagnosis)
+    if diagnosis.unread:
+        from bessemer.errors import UserError
+
+        raise UserError("; ".join(diagnosis.unread.values()))
 
 
 @contextmanager

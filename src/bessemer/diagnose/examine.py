@@ -61,17 +61,26 @@ class Diagnosis:
     runs: list[ForeignRun] = field(default_factory=list)
     read: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)  # of several paths, those that could not be read, and why
 
     def to_json(self) -> dict[str, Any]:
         findings = [{**entry.finding.to_json(), "source": entry.source} for entry in self.findings]
-        return {"read": self.read, "findings": findings, "notes": self.notes}
+        unread = {"unread": self.unread} if self.unread else {}
+        return {"read": self.read, "findings": findings, "notes": self.notes, **unread}
 
 
 def examine(paths: list[Path]) -> Diagnosis:
     """Ranked findings of everything in `paths`. UserError for a file that cannot be read as anything."""
     examiner = _Examiner()
     for path in paths:
-        examiner.add(path)
+        try:
+            examiner.add(path)
+        except (UserError, OSError) as error:
+            if len(paths) == 1:
+                raise
+            examiner.result.unread[str(path)] = str(error)
+    if len(examiner.result.unread) == len(paths):
+        raise UserError("; ".join(examiner.result.unread.values()))
     return examiner.finish()
 
 

@@ -56,7 +56,7 @@ def spike(loss: np.ndarray) -> None:
 
 
 def damage(loss: np.ndarray) -> None:
-    loss[400:] += 5 * np.exp(-(STEPS[400:] - 400) / 15)
+    loss[400:] += 5 * np.exp(-(STEPS[400:] - 400) / 90)
 
 
 def diverge(loss: np.ndarray) -> None:
@@ -302,3 +302,15 @@ def test_the_fix_of_a_nan_is_not_to_clip(format: str, line: str) -> None:
     assert finding.rule == "nonfinite_input" and line in finding.fix
     assert not any("grad_clip = " in text or "--clip-grad" in text for text in [finding.fix])
     assert all(cause.name != "bad_batch" for cause in finding.alternatives)
+
+
+def test_a_spike_that_comes_back_before_healthy_training_is_a_warning() -> None:
+    steps = np.arange(0, 6001, 10)
+    loss = 3.1 + 7.8 * np.exp(-steps / 350) + np.random.default_rng(1).normal(0, 0.05, len(steps))
+    after = (steps >= 3410) & (steps < 3530)
+    loss[after] += 4.2 * np.exp(-(steps[after] - 3410) / 40)
+    finding = judge_run(run("nanogpt", {"vocab_size": 50304}, loss=(steps, loss)))[0]
+    assert finding.severity == "warning" and finding.step == 3410 and 50 <= finding.evidence["back_after_steps"] <= 200
+    assert finding.rule in ("lr_too_high", "bad_batch")
+    causes = [finding.rule, *(cause.name for cause in finding.alternatives)]
+    assert "diverged" not in causes and causes.index("weights_damaged") == len(causes) - 1

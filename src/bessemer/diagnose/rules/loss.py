@@ -16,6 +16,7 @@ from bessemer.run.finding import Cause, Finding
 START_MARGIN = 0.3  # nats around ln V at the start
 SCALES_OF_START = 0.08  # tolerance of the first loss over a multiple of ln V
 HIGH_RATE = 0.03  # of Adam
+BACK_WITHIN = 600  # steps: a spike that took longer has cost training something
 
 
 def judge_loss(view: JudgedRun) -> list[Finding]:
@@ -137,8 +138,12 @@ def judge_divergence(view: JudgedRun, loss: MetricCurve) -> Finding | None:
     return make_finding(text, causes, severity, step, evidence)
 
 
-def _rise_causes(view: JudgedRun, loss: MetricCurve, step: int, onset: int, evidence: dict[str, Any]) -> list[Cause]:
+def _rise_causes(
+    view: JudgedRun, loss: MetricCurve, step: int, onset: int, evidence: dict[str, Any], recovered: bool = False
+) -> list[Cause]:
     scores = {"lr_too_high": 0.5, "diverged": 0.2, "weights_damaged": 0.15, "bad_batch": 0.1}
+    if recovered:  # training goes on as before: nothing is lost
+        scores = {"lr_too_high": 0.5, "bad_batch": 0.35, "weights_damaged": 0.15}
     early = onset <= max(8, 0.12 * len(loss))
     if early and not has_warmup(view):
         scores.update(lr_too_high=0.6, warmup_missing=0.5)
@@ -161,7 +166,7 @@ def _rise_causes(view: JudgedRun, loss: MetricCurve, step: int, onset: int, evid
         evidence["restart"] = restart
         state = {"schedule_restarted": 0.85} if jump > 1.5 else {"optimizer_state_lost": 0.7, "weights_damaged": 0.5}
         scores.update(lr_too_high=0.2, **state)
-    elif at_once and jump <= 2 and not early and not high:
+    elif at_once and jump <= 2 and not early and not high and not recovered:
         scores.update(weights_damaged=0.6, lr_too_high=0.4)
     if view.precision == "fp16":
         scores["fp16_overflow"] = 0.3
@@ -289,11 +294,33 @@ def _explain_slow(view: JudgedRun, loss: MetricCurve, outlier: Outlier, outliers
         "usual": round(outlier.usual, 4),
         "deviations": round(outlier.deviations, 1), "share_left_after_five_points": round(outlier.left, 2),
     }  # fmt: skip
-    causes = _rise_causes(view, loss, step, outlier.index, evidence)
+    back = _steps_until_back(loss, outlier)
+    if back is not None:
+        evidence["back_after_steps"] = back
+    causes = _rise_causes(view, loss, step, outlier.index, evidence, recovered=back is not None)
     built = "builds up" if outlier.built else "jumps"
-    text = f"the loss {built} to {outlier.value:.3g} at step {step} (usually {outlier.usual:.3g}) and comes back slowly"
-    severity = "critical" if outlier.rise > 1.0 else "warning" if outlier.rise > 0.25 else "note"
+    text = f"the loss {built} to {outlier.value:.3g} at step {step} (usually {outlier.usual:.3g}) and comes back " + (
+        f"within {back} steps" if back is not None else "slowly"
+    )
+    severity = "critical" if outlier.rise > 1.0 and back is None else "warning" if outlier.rise > 0.25 else "note"
     return make_finding(text, causes, severity, step, evidence)
+
+
+def _steps_until_back(loss: MetricCurve, outlier: Outlier) -> int | None:
+    """Steps after which the loss is back at its level, where healthy training follows that; else None."""
+    rest = loss.part(outlier.index)
+    if len(rest) < 16:
+        return None
+    noise = loss.before(outlier.step).part(-64).noise()
+    limit = outlier.usual + max(2 * noise, 0.05 * (outlier.value - outlier.usual))
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(rest.values[:4096], 5), axis=1)
+    below = np.flatnonzero(medians <= limit)
+    if not len(below) or rest.level(0.1) > outlier.usual + 2 * noise:
+        return None
+    at = int(below[0])
+    steps = int(rest.steps[at]) - outlier.step
+    few = steps <= max(BACK_WITHIN, 10 * loss.interval())
+    return steps if few and len(rest) - at >= max(8, at) else None
 
 
 # --- oscillation, plateau
