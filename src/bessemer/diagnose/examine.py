@@ -163,7 +163,10 @@ class _Examiner:
         for run in result.runs:
             run.settings = self.settings | run.settings
             source = str(run.paths[0]) if run.paths else run.name
-            result.findings += [JudgedFinding(finding, source, run) for finding in judge_run(run)]
+            for finding in judge_run(run):
+                if (line := _line_of(run, finding)) is not None:
+                    finding.evidence.setdefault("line", line)
+                result.findings.append(JudgedFinding(finding, source, run))
             result.notes += [f"{run.name}: {note}" for note in run.notes]
             if "reward_margin" in run.series:
                 result.notes.append(f"{run.name}: {PREFERENCE_NOTE}")
@@ -173,6 +176,21 @@ class _Examiner:
                     result.findings.append(JudgedFinding(finding, f"{one.name}, {many.name}"))
         result.findings = _ranked(result.findings)
         return result
+
+
+def _line_of(run: ForeignRun, finding: Finding) -> int | None:
+    """The line of the run's file that holds the step of a finding; None where the reader does not know it."""
+    if finding.step is None or len(run.paths) != 1:
+        return None
+    held_out = any(word in finding.symptom.lower() for word in ("held-out", "validation"))
+    for name in ("validation_loss", "loss") if held_out else ("loss", "lr", "grad_norm", "step_s"):
+        series = run.series.get(name)
+        if series is None:
+            continue
+        lines = series.lines[series.steps == finding.step]
+        if len(lines) and lines[0] > 0:
+            return int(lines[0])
+    return None
 
 
 def _ranked(entries: list[JudgedFinding]) -> list[JudgedFinding]:

@@ -314,3 +314,28 @@ def test_a_spike_that_comes_back_before_healthy_training_is_a_warning() -> None:
     assert finding.rule in ("lr_too_high", "bad_batch")
     causes = [finding.rule, *(cause.name for cause in finding.alternatives)]
     assert "diverged" not in causes and causes.index("weights_damaged") == len(causes) - 1
+
+
+def overfitted(noise: float) -> ForeignRun:
+    """Three epochs; the loss of the last is small, and a point's noise is that of a mean of ten steps."""
+    steps = np.arange(10, 3001, 10)
+    epoch = (steps - 1) // 1000
+    loss = np.where(epoch == 0, 1.9 * np.exp(-steps / 300) + 1.2, np.where(epoch == 1, 0.75, 0.32))
+    loss = loss + np.random.default_rng(2).normal(0, noise, len(steps))
+    at = np.arange(250, 3001, 250)
+    held_out = np.where(at <= 1000, 1.35 - 0.1 * at / 1000, 1.25 + 0.35 * (np.maximum(at - 1000, 0) / 1000) ** 1.2)
+    made = run("hf_trainer", loss=(steps, loss), epoch=(steps, steps / 1000), validation_loss=(at, held_out))
+    made.series["loss"] = Series("loss", steps, loss, np.arange(len(steps)), 10)
+    return made
+
+
+def test_overfitting_explains_noise_over_a_loss_of_almost_nothing() -> None:
+    rules = [finding.rule for finding in judge_run(overfitted(0.03))]
+    assert rules[0] == "overfitting" and "batch_too_small" not in rules
+
+
+def test_noise_that_was_scaled_by_the_logging_interval_says_so() -> None:
+    noisy = overfitted(0.2)
+    del noisy.series["validation_loss"]
+    (finding,) = [finding for finding in judge_run(noisy) if finding.rule == "batch_too_small"]
+    assert "means of 10" in finding.symptom and "sqrt(10)" in finding.evidence["scaled_by"]

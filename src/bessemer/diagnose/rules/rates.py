@@ -14,6 +14,7 @@ from bessemer.diagnose.rules.view import JudgedRun
 from bessemer.run.finding import Finding
 
 SMALL_SCALE = 16
+MEMORISED = 0.25  # of the first loss, after more than one pass over the data
 OVER = 0.012  # of the peak rate: the schedule is over
 
 
@@ -108,7 +109,9 @@ def judge_batch(view: JudgedRun) -> Finding | None:
         return None
     end = loss.part(len(loss) // 2)
     level, noise = end.level(0.5), end.noise() * math.sqrt(loss.mean_of)
-    if level < MEMORISED * float(np.median(loss.values[:4])) and (view.curve("epoch", 2) or loss).values.max() > 1:
+    epochs = view.curve("epoch", 2)
+    repeated = epochs is not None and epochs.values.max() > 1
+    if repeated and level < MEMORISED * float(np.median(loss.values[:4])):
         end = loss.part(len(loss) // 8, len(loss) // 2)  # before the rows were memorised: noise over almost nothing
         level, noise = end.level(0.5), end.noise() * math.sqrt(loss.mean_of)
     share = noise / max(abs(level), 1e-9)
