@@ -172,8 +172,8 @@ class _Examiner:
                 result.notes.append(f"{run.name}: {PREFERENCE_NOTE}")
         for one in result.runs:
             for many in result.runs:
-                if one is not many and (finding := judge_scaling(one, many)):
-                    result.findings.append(JudgedFinding(finding, f"{one.name}, {many.name}"))
+                if one is not many and (scaling := judge_scaling(one, many)):
+                    result.findings.append(JudgedFinding(scaling, f"{one.name}, {many.name}"))
         result.findings = _ranked(result.findings)
         return result
 

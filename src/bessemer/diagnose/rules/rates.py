@@ -116,7 +116,7 @@ def judge_batch(view: JudgedRun) -> Finding | None:
         level, noise = end.level(0.5), end.noise() * math.sqrt(loss.mean_of)
     share = noise / max(abs(level), 1e-9)
     gain = end.level(0.25, end=False) - end.level(0.25)
-    evidence = {
+    evidence: dict[str, Any] = {
         "noise_of_a_step": round(noise, 4),
         "level": round(level, 4),
         "share": round(share, 3),
