@@ -248,3 +248,11 @@ class TestConversations:
         first = findings(call, str(tmp_path / "gpus-1"), str(tmp_path / "gpus-8"))[0]
         assert first["rule"] == "poor_scaling" and first["symptom"].startswith("8 devices are 3.0 times as fast as 1")
         assert first["evidence"]["efficiency"] == pytest.approx(0.375, abs=0.01)
+
+
+def test_one_unreadable_path_leaves_the_findings_of_the_others(call: Call, tmp_path: Path) -> None:
+    log = write_log(tmp_path / "train.log", range(1, 801), lambda s: 15.0 if s == 700 else fall(s))
+    result = call("diagnose", str(tmp_path / "absent.log"), log)
+    assert result.code == 2 and "absent.log" in result.err and "no such file" in result.err
+    assert "step 700" in result.out and f"{log}:700" in result.out  # the curve's finding names its line
+    assert call("diagnose", str(tmp_path / "absent.log"), str(tmp_path / "other.log")).code == 2

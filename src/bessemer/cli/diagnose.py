@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,16 +39,37 @@ def diagnose(
     """
     from bessemer.diagnose.examine import examine
 
-    if paths.count(Path("-")):
-        diagnosis = _examine_with_input(paths)
-    else:
-        diagnosis = examine(paths)
+    with _progress_line():
+        diagnosis = _examine_with_input(paths) if Path("-") in paths else examine(paths)
     if as_json:
         from bessemer.run.journal import json_ready
 
         print_json(json_ready(diagnosis.to_json()))
     else:
         _print_diagnosis(diagnosis)
+    if diagnosis.unread:
+        from bessemer.errors import UserError
+
+        raise UserError("; ".join(diagnosis.unread.values()))
+
+
+@contextmanager
+def _progress_line() -> Iterator[None]:
+    """A line on a terminal's standard error that tells how much of a file has been read."""
+    import sys
+
+    from bessemer.observe.foreign.text import progress
+
+    if not sys.stderr.isatty():
+        yield
+        return
+    token = progress.set(lambda path, share: print(f"\r\x1b[Kreading {path.name}: {share:.0%}", end="",
+                                                   file=sys.stderr, flush=True))  # fmt: skip
+    try:
+        yield
+    finally:
+        progress.reset(token)
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _examine_with_input(paths: list[Path]) -> Diagnosis:

@@ -61,17 +61,26 @@ class Diagnosis:
     runs: list[ForeignRun] = field(default_factory=list)
     read: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)  # of several paths, those that could not be read, and why
 
     def to_json(self) -> dict[str, Any]:
         findings = [{**entry.finding.to_json(), "source": entry.source} for entry in self.findings]
-        return {"read": self.read, "findings": findings, "notes": self.notes}
+        unread = {"unread": self.unread} if self.unread else {}
+        return {"read": self.read, "findings": findings, "notes": self.notes, **unread}
 
 
 def examine(paths: list[Path]) -> Diagnosis:
     """Ranked findings of everything in `paths`. UserError for a file that cannot be read as anything."""
     examiner = _Examiner()
     for path in paths:
-        examiner.add(path)
+        try:
+            examiner.add(path)
+        except (UserError, OSError) as error:
+            if len(paths) == 1:
+                raise
+            examiner.result.unread[str(path)] = str(error)
+    if len(examiner.result.unread) == len(paths):
+        raise UserError("; ".join(examiner.result.unread.values()))
     return examiner.finish()
 
 
@@ -154,16 +163,34 @@ class _Examiner:
         for run in result.runs:
             run.settings = self.settings | run.settings
             source = str(run.paths[0]) if run.paths else run.name
-            result.findings += [JudgedFinding(finding, source, run) for finding in judge_run(run)]
+            for finding in judge_run(run):
+                if (line := _line_of(run, finding)) is not None:
+                    finding.evidence.setdefault("line", line)
+                result.findings.append(JudgedFinding(finding, source, run))
             result.notes += [f"{run.name}: {note}" for note in run.notes]
             if "reward_margin" in run.series:
                 result.notes.append(f"{run.name}: {PREFERENCE_NOTE}")
         for one in result.runs:
             for many in result.runs:
-                if one is not many and (finding := judge_scaling(one, many)):
-                    result.findings.append(JudgedFinding(finding, f"{one.name}, {many.name}"))
+                if one is not many and (scaling := judge_scaling(one, many)):
+                    result.findings.append(JudgedFinding(scaling, f"{one.name}, {many.name}"))
         result.findings = _ranked(result.findings)
         return result
+
+
+def _line_of(run: ForeignRun, finding: Finding) -> int | None:
+    """The line of the run's file that holds the step of a finding; None where the reader does not know it."""
+    if finding.step is None or len(run.paths) != 1:
+        return None
+    held_out = any(word in finding.symptom.lower() for word in ("held-out", "validation"))
+    for name in ("validation_loss", "loss") if held_out else ("loss", "lr", "grad_norm", "step_s"):
+        series = run.series.get(name)
+        if series is None:
+            continue
+        lines = series.lines[series.steps == finding.step]
+        if len(lines) and lines[0] > 0:
+            return int(lines[0])
+    return None
 
 
 def _ranked(entries: list[JudgedFinding]) -> list[JudgedFinding]:

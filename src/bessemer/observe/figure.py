@@ -175,7 +175,7 @@ class LineChart:
         cells = [[" "] * width for _ in range(height)]
         for value in self.marks.values():
             if (across := x.place(value)) is not None:
-                for row in cells:
+                for row in (cells[0], cells[-1]):  # a full line would look like a spike of the curve
                     row[round(across * (width - 1))] = "|"
         for k, values in enumerate(self.series.values()):
             for a, b in zip(self.x, values, strict=True):

@@ -153,3 +153,12 @@ def test_the_first_failing_ranks_traceback_is_the_origin() -> None:
     assert lost.rule == "peer_died" and lost.severity == "note"
     assert finding.symptom == "KeyError: 'doc-17'" and finding.evidence["rank"] == 1
     assert "collate (/home/user/train.py:12)" in finding.check and finding.unknown
+
+
+def test_the_rank_in_another_collective_is_named() -> None:
+    log = timeout(0, 14523) + timeout(1, 14523) + timeout(2, 14522, "ALLGATHER", 1)
+    finding = first(log)
+    assert finding.rule == "rank_behind" and "Rank 2 was in ALLGATHER, the others in ALLREDUCE" in finding.cause
+    assert first(timeout(0, 7) + timeout(1, 7, "BROADCAST", 1)).evidence["collectives"] == (
+        "rank 0 was in ALLREDUCE, rank 1 was in BROADCAST"
+    )

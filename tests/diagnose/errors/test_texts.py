@@ -167,3 +167,45 @@ def test_truncated_safetensors(tmp_path: Path) -> None:
     with pytest.raises(Exception) as raised:
         _truncated_safetensors(tmp_path)
     assert judge_text(f"SafetensorError: {raised.value}\n")[0].rule == "truncated_file"
+
+
+RAISED = (
+    'Traceback (most recent call last):\n  File "/home/me/train.py", line 88, in main\n    x = batch["labels"]\n'
+    "KeyError: 'labels'\n"
+)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        " 50%|#####     | 500/1000 [10:11<09:58,  1.20s/it]",
+        " 50%|█████     | 500/1000 [10:11<09:58,  3.20it/s]",
+        "\r  4%|4 | 43/1000 [00:43<09:58,  1.20s/it]\r  4%|4 | 44/1000 [00:44<09:58,  1.20s/it]",
+        " 50%|#####     | 500/1000 [10:11<09:58,  1.20s/it][rank0]: ",
+        "Epoch 0:  50%|##### | 5/10 [00:11<00:10,  1.20s/it, loss=2.1]",
+        "saving... ",
+    ],
+)
+def test_a_traceback_that_is_glued_to_a_line_is_recognised(before: str) -> None:
+    if "rank0" in before:
+        text = before + RAISED.replace("\n", "\n[rank0]: ").removesuffix("[rank0]: ")
+    else:
+        text = before + RAISED
+    finding = judge_text("{'loss': 1.82, 'epoch': 0.5}\n" + text)[0]
+    assert (finding.severity, finding.evidence["at"]) == ("critical", "/home/me/train.py:88")
+    assert finding.evidence["line"] == 2
+
+
+@pytest.mark.parametrize("head", ["", "Traceback (most recent call last):\n  5%|5 | 5/100 [00:05<01:00,  1.2s/it]\n"])
+def test_the_end_of_a_traceback_without_its_head_is_a_finding(head: str) -> None:
+    finding = judge_text("step 3 loss 2.0\n" + head + RAISED.partition("\n")[2])[0]
+    assert finding.severity == "critical" and finding.evidence["error"] == "KeyError"
+
+
+def test_an_error_behind_a_bar_is_read_as_a_line_of_its_own() -> None:
+    entry = next(entry for entry in TEXTS if entry["text"].startswith(("RuntimeError", "ValueError", "OSError")))
+    assert judge_text(" 5%|5 | 5/100 [00:05<01:00,  1.2s/it]" + entry["text"])[0].rule == entry["cause"]
+
+
+def test_a_run_that_was_interrupted_is_not_called_healthy() -> None:
+    assert judge_text(RAISED.replace("KeyError: 'labels'", "KeyboardInterrupt"))

@@ -56,7 +56,7 @@ def spike(loss: np.ndarray) -> None:
 
 
 def damage(loss: np.ndarray) -> None:
-    loss[400:] += 5 * np.exp(-(STEPS[400:] - 400) / 15)
+    loss[400:] += 5 * np.exp(-(STEPS[400:] - 400) / 90)
 
 
 def diverge(loss: np.ndarray) -> None:
@@ -266,3 +266,76 @@ def test_a_run_of_many_steps_is_judged_in_seconds() -> None:
     rates = 3e-4 * np.minimum(1, (steps + 1) / 2000) * (0.55 + 0.45 * np.cos(np.pi * steps / n))
     findings = judge_run(run(loss=(steps, loss), lr=(steps, rates), step_s=(steps, np.full(n, 0.2))))
     assert [finding.step for finding in loud(findings)] == [70_001]
+
+
+def megatron_nan(last_finite: int) -> ForeignRun:
+    """Lines of ten steps each; from one on the loss is NaN, and that line's mean is of its finite steps alone."""
+    steps = np.arange(10, 2001, 10)
+    loss = 2.6 + 3 * np.exp(-steps / 200) + np.random.default_rng(0).normal(0, 0.03, len(steps))
+    loss[steps > last_finite] = np.nan
+    counts = np.where(steps == last_finite, 4, np.where(steps > last_finite, 10, 0))
+    return run("megatron", loss=(steps, loss), **{"number of nan iterations": (steps, counts)})
+
+
+def test_nan_iterations_beside_a_finite_mean_lie_within_the_interval_of_that_line() -> None:
+    finding = judge_run(megatron_nan(1230))[0]
+    assert finding.severity == "critical" and finding.evidence["first_interval"] == [1221, 1230]
+    assert "between step 1221 and step 1230" in finding.symptom and "1240" in finding.symptom
+    single = megatron_nan(2000)
+    assert judge_run(single)[0].severity == "warning" and judge_run(single)[0].evidence["nan_iterations"] == 4
+
+
+@pytest.mark.parametrize(
+    ("format", "line"),
+    [
+        ("megatron", "Run without `--no-check-for-nan-in-loss-and-grad`"),
+        ("nanogpt", "error_if_nonfinite=True"),
+        ("hf_trainer", "logging_nan_inf_filter=False"),
+        ("lightning", "detect_anomaly=True"),
+        ("deepspeed", "clipping does not remove a NaN."),
+    ],
+)
+def test_the_fix_of_a_nan_is_not_to_clip(format: str, line: str) -> None:
+    loss = falling()
+    loss[300:] = np.nan
+    finding = judge_run(run(format, loss=loss))[0]
+    assert finding.rule == "nonfinite_input" and line in finding.fix
+    assert not any("grad_clip = " in text or "--clip-grad" in text for text in [finding.fix])
+    assert all(cause.name != "bad_batch" for cause in finding.alternatives)
+
+
+def test_a_spike_that_comes_back_before_healthy_training_is_a_warning() -> None:
+    steps = np.arange(0, 6001, 10)
+    loss = 3.1 + 7.8 * np.exp(-steps / 350) + np.random.default_rng(1).normal(0, 0.05, len(steps))
+    after = (steps >= 3410) & (steps < 3530)
+    loss[after] += 4.2 * np.exp(-(steps[after] - 3410) / 40)
+    finding = judge_run(run("nanogpt", {"vocab_size": 50304}, loss=(steps, loss)))[0]
+    assert finding.severity == "warning" and finding.step == 3410 and 50 <= finding.evidence["back_after_steps"] <= 200
+    assert finding.rule in ("lr_too_high", "bad_batch")
+    causes = [finding.rule, *(cause.name for cause in finding.alternatives)]
+    assert "diverged" not in causes and causes.index("weights_damaged") == len(causes) - 1
+
+
+def overfitted(noise: float) -> ForeignRun:
+    """Three epochs; the loss of the last is small, and a point's noise is that of a mean of ten steps."""
+    steps = np.arange(10, 3001, 10)
+    epoch = (steps - 1) // 1000
+    loss = np.where(epoch == 0, 1.9 * np.exp(-steps / 300) + 1.2, np.where(epoch == 1, 0.75, 0.32))
+    loss = loss + np.random.default_rng(2).normal(0, noise, len(steps))
+    at = np.arange(250, 3001, 250)
+    held_out = np.where(at <= 1000, 1.35 - 0.1 * at / 1000, 1.25 + 0.35 * (np.maximum(at - 1000, 0) / 1000) ** 1.2)
+    made = run("hf_trainer", loss=(steps, loss), epoch=(steps, steps / 1000), validation_loss=(at, held_out))
+    made.series["loss"] = Series("loss", steps, loss, np.arange(len(steps)), 10)
+    return made
+
+
+def test_overfitting_explains_noise_over_a_loss_of_almost_nothing() -> None:
+    rules = [finding.rule for finding in judge_run(overfitted(0.03))]
+    assert rules[0] == "overfitting" and "batch_too_small" not in rules
+
+
+def test_noise_that_was_scaled_by_the_logging_interval_says_so() -> None:
+    noisy = overfitted(0.2)
+    del noisy.series["validation_loss"]
+    (finding,) = [finding for finding in judge_run(noisy) if finding.rule == "batch_too_small"]
+    assert "means of 10" in finding.symptom and "sqrt(10)" in finding.evidence["scaled_by"]

@@ -9,6 +9,7 @@ import pytest
 
 from bessemer.errors import UserError
 from bessemer.observe.foreign import ForeignRun, read, recognise
+from bessemer.observe.foreign.text import progress
 
 
 def read_text(tmp_path: Path, text: str, name: str = "train.log") -> ForeignRun:
@@ -276,3 +277,16 @@ def test_a_line_without_an_end_is_read_in_blocks(tmp_path: Path) -> None:
             )
     (run,) = read(path)
     assert run.format == "nanochat" and len(run.series["loss"]) == 10_000
+
+
+def test_reading_reports_how_much_of_a_file_has_been_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("".join(f"iter {i}: loss 2.5, time 4.00ms, mfu 37.00%\n" for i in range(60_000)))
+    shares: list[float] = []
+    token = progress.set(lambda _, share: shares.append(share))
+    try:
+        (run,) = read(path)
+    finally:
+        progress.reset(token)
+    assert len(run.series["loss"]) == 60_000 and run.series["loss"].lines[-1] == 60_000
+    assert len(shares) > 2 and shares[-1] == 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
 from bessemer.diagnose.errors.log_text import LogText
@@ -44,6 +45,10 @@ def judge_timeouts(log: LogText) -> list[Finding]:
     }
     silent = sorted(set(range(world)) - set(waiting))
     causes = _timeout_causes(sequences, calls, silent)
+    if len(evidence["operations"]) > 1:
+        operations = {rank: match["operation"] for rank, match in waiting.items()}
+        evidence["collectives"] = differing_ranks(operations)
+        causes = [_naming_operations(cause, evidence["collectives"]) for cause in causes]
     alone = "Only one rank's message is in this log; the others' would tell who was behind."
     unknown = alone if len(waiting) == 1 else ""
     return [
@@ -52,6 +57,25 @@ def judge_timeouts(log: LogText) -> list[Finding]:
             step=log.step_before(first.start()), unknown=unknown,
         )
     ]  # fmt: skip
+
+
+def differing_ranks(operations: dict[int, str]) -> str:
+    """Which ranks were in another collective than the most, as `rank 2 was in ALLGATHER, the others in ALLREDUCE`."""
+    usual, most = Counter(operations.values()).most_common(1)[0]
+    parts = []
+    for operation in sorted(set(operations.values())):
+        ranks = sorted(rank for rank, name in operations.items() if name == operation)
+        if operation != usual or 2 * most <= len(operations):
+            named = f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} were"
+            parts.append(f"{named} in {operation}")
+    return ", ".join([*parts, f"the others in {usual}"] if 2 * most > len(operations) else parts)
+
+
+def _naming_operations(cause: Cause, differing: str) -> Cause:
+    if cause.name not in ("rank_behind", "collective_mismatch"):
+        return cause
+    check = f"Which branch of the code made the difference ({differing})? {cause.check}"
+    return replace(cause, text=f"{cause.text} {differing[0].upper()}{differing[1:]}.", check=check)
 
 
 def _timeout_causes(sequences: dict[int, int], calls: set[tuple[str, str]], silent: list[int]) -> list[Cause]:

@@ -16,6 +16,9 @@ from itertools import accumulate
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 # torchrun and NCCL write `[rank0]:`, torchrun --tee `[default0]:`, Ray `(Actor pid=9, ip=10.0.0.2)`.
 _PREFIX = re.compile(r"\s*(?:\[[a-z_]+?(?P<rank>\d+)\]:\s?|\([\w.:-]+ pid=\d+(?:, ip=[\d.]+)?\)\s?)")
+# A progress bar has no end of line: what is written next comes behind its `]`.
+_BAR_END = re.compile(r"(\[[^\[\]]*(?:it/s|s/it)[^\[\]]*\])(?=\S)")
+_HEAD = "Traceback (most recent call last):"
 _STEP = re.compile(
     r"\b(?:global_)?(?:step|iter|iteration)s?['\"]?\s*[:=]?\s*(\d{1,9})\b(?!\.\d)|\b(\d{1,9})/\d{1,9} "
     r"\[\d",
@@ -37,6 +40,13 @@ _STEP_REACH = 200_000  # characters before an error in which its step is looked 
 _TRACEBACK = re.compile(
     r"^(?P<indent>[ |+]*)Traceback \(most recent call last\):\n(?P<body>(?:(?P=indent)[ \t]+.*\n|[ \t]*\n)*)"
     r"(?P=indent)(?P<kind>[A-Za-z_][\w.]*)(?::[ \t]?(?P<message>.*))?",
+    re.MULTILINE,
+)
+# The end of a traceback whose head is cut off or broken by another line.
+_TRACEBACK_END = re.compile(
+    r"^(?P<body>(?P<indent>[ |+]*)[ \t]*File \"[^\"\n]+\", line \d+, in .*\n(?:(?P=indent)[ \t]+.*\n|[ \t]*\n)*)"
+    r"(?P<kind>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Expired|Timeout|Iteration))"
+    r"(?::[ \t]?(?P<message>.*))?$",
     re.MULTILINE,
 )
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -64,14 +74,15 @@ class LogText:
         self.numbers: list[int] = []
         self.ranks: list[int | None] = []
         for number, raw_line in _numbered_lines(_ANSI.sub("", raw)):
-            for part in re.split(r"\r+", raw_line):
+            for part in _parts(raw_line):
                 rank = None
                 while prefix := _PREFIX.match(part):
                     rank = int(prefix["rank"]) if prefix["rank"] else rank
                     part = part[prefix.end() :]
-                lines.append(part)
-                self.numbers.append(number)
-                self.ranks.append(rank)
+                for line in _split_head(part):
+                    lines.append(line)
+                    self.numbers.append(number)
+                    self.ranks.append(rank)
         self.lines = lines
         self.text = "\n".join(lines)
         self._starts = [0]
@@ -105,9 +116,8 @@ class LogText:
         errors = []
         for rank, indices in streams.items():
             text = "\n".join(self.lines[i] for i in indices)
-            if "Traceback" not in text:
-                continue
-            for match in _TRACEBACK.finditer(text):
+            matches = list(_TRACEBACK.finditer(text)) if "Traceback" in text else []
+            for match in matches or (_TRACEBACK_END.finditer(text) if 'File "' in text else ()):
                 line = self.numbers[indices[text.count("\n", 0, match.start())]]
                 errors.append(_raised(match, rank, line))
         return sorted(errors, key=lambda error: error.line)
@@ -140,6 +150,24 @@ def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
         for near in range(max(end, index - CONTEXT), min(len(lines), index + CONTEXT + 1)):
             yield near + 1, lines[near]
         end = max(end, index + CONTEXT + 1)
+
+
+def _parts(line: str) -> Iterator[str]:
+    """The versions of a line that carriage returns overwrite, each without what is glued to the end of its bar."""
+    for version in re.split(r"\r+", line):
+        if "it/s" in version or "s/it" in version:
+            yield from _BAR_END.sub(r"\1\n", version).split("\n")
+        else:
+            yield version
+
+
+def _split_head(line: str) -> list[str]:
+    """A line, and the head of a traceback that another text stands before as a line of its own."""
+    at = line.find(_HEAD)
+    before = line[: max(at, 0)]
+    if not before.strip(" |+\t") or before.endswith("Exception Group "):
+        return [line]
+    return [before, line[at:]]
 
 
 def _raised(match: re.Match[str], rank: int | None, line: int) -> RaisedError:

@@ -40,6 +40,8 @@ def judge_text(raw: str) -> list[Finding]:
     if not critical and (error := _first_error(log.errors)):
         origins.append(_unexplained(error))
         critical = origins[-1:]
+    if not origins and not followers and log.errors:  # only of an end, such as KeyboardInterrupt
+        origins.append(replace(_unexplained(log.errors[0]), severity="warning"))
     if critical:
         followers = [_demote(finding, critical[0]) for finding in followers]
     return rank_findings([*origins, *followers])

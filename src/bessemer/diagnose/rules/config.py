@@ -31,6 +31,12 @@ LINES: dict[str, dict[str, str]] = {
         "deepspeed": '"gradient_clipping": {}', "lightning": "Trainer(gradient_clip_val={})",
         "nanogpt": "grad_clip = {}", "torchtitan": "[training] max_norm = {}", "bessemer": "optimizer: {{clip: {}}}",
     },
+    "nonfinite": {  # stops at, or shows, a NaN in its own step; clipping by a norm that is NaN spreads it
+        "hf": "logging_nan_inf_filter=False", "yaml": "logging_nan_inf_filter: false",
+        "megatron": "without --no-check-for-nan-in-loss-and-grad",  # the check is on unless this is given
+        "lightning": "Trainer(detect_anomaly=True)",
+        "nanogpt": "clip_grad_norm_(model.parameters(), grad_clip, error_if_nonfinite=True)",
+    },
     "precision": {
         "hf": "bf16=True, fp16=False", "yaml": "bf16: true", "megatron": "--bf16",
         "deepspeed": '"bf16": {{"enabled": true}}, "fp16": {{"enabled": false}}',
@@ -120,4 +126,6 @@ def config_line(framework: str, setting: str, value: Any = "") -> str:
     if line is None:
         return ""
     text = f"{value:.2g}" if isinstance(value, float) else str(value)
+    if line.startswith("without "):
+        return f"Run without `{line.removeprefix('without ')}`: the check that it turns off stops at the first NaN."
     return f"Set `{line.format(text)}`."

@@ -24,7 +24,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "lr_too_high": frozenset({"plateau", "gradient_explosion", "batch_too_small"}),
     "lr_too_low": frozenset({"plateau"}),
     "schedule_too_short": frozenset({"plateau"}),
-    "overfitting": frozenset({"epoch_memorised", "validation_mismatch"}),
+    "overfitting": frozenset({"epoch_memorised", "validation_mismatch", "batch_too_small"}),
     "data_ordered": frozenset({"batch_too_small", "plateau", "bad_batch"}),
     "labels_masked": frozenset(
         {"weights_frozen", "gradient_vanishing", "lr_too_low", "validation_mismatch", "batch_too_small"}

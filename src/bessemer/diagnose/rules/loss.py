@@ -1,4 +1,4 @@
-"""Rules of the loss curve: its start, NaN, spikes, divergence, plateaus, oscillation, and gradients."""
+"""Rules of the loss curve: its start, spikes, divergence, plateaus, oscillation, and gradients."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import numpy as np
 
 from bessemer.diagnose.rules.causes import make_finding, rank
 from bessemer.diagnose.rules.curve import MetricCurve, Outlier, find_cycle, find_outliers, find_period, trend
+from bessemer.diagnose.rules.nonfinite import has_warmup, judge_nonfinite, lr_jump
 from bessemer.diagnose.rules.view import JudgedRun
 from bessemer.run.finding import Cause, Finding
 
 START_MARGIN = 0.3  # nats around ln V at the start
 SCALES_OF_START = 0.08  # tolerance of the first loss over a multiple of ln V
 HIGH_RATE = 0.03  # of Adam
+BACK_WITHIN = 600  # steps: a spike that took longer has cost training something
 
 
 def judge_loss(view: JudgedRun) -> list[Finding]:
@@ -37,107 +39,6 @@ def judge_loss(view: JudgedRun) -> list[Finding]:
             if finding
         ]
     return findings
-
-
-def lr_jump(view: JudgedRun, step: float) -> float:
-    """Factor by which the rate rises over one logged point around a step; 1 where it does not."""
-    rates = view.curve("lr", 4)
-    if rates is None:
-        return 1.0
-    middle = int(np.searchsorted(rates.steps, step))
-    part = rates.values[max(0, middle - 12) : middle + 3]
-    if len(part) < 3:
-        return 1.0
-    ratios = part[1:] / np.maximum(part[:-1], 1e-30)
-    at = int(np.argmax(ratios))
-    # A warm-up rises too, by a factor that shrinks from point to point.
-    return float(ratios[at]) if ratios[at] > 2 and at >= 1 and ratios[at - 1] < 1.5 else 1.0
-
-
-# --- NaN and infinity
-
-
-def judge_nonfinite(view: JudgedRun) -> Finding | None:
-    """NaN or infinite losses, also where a framework hides them: a loss of exactly 0 beside a NaN gradient norm."""
-    series = view.run.series.get("loss")
-    if series is None or not len(series):
-        return None
-    norm, evaluation = view.run.series.get("grad_norm"), view.run.series.get("validation_loss")
-    bad = series.steps[~np.isfinite(series.values)]
-    hidden = False
-    if norm is not None and not len(bad):
-        bad_norms = norm.steps[~np.isfinite(norm.values)]
-        zero = series.steps[series.values == 0.0]
-        bad = np.intersect1d(bad_norms, zero)
-        hidden = bool(len(bad))
-        if not len(bad) and len(bad_norms) >= max(4, 0.2 * len(norm)) and view.precision != "fp16":
-            bad = bad_norms
-    if not len(bad) and evaluation is not None and len(evaluation) and bool(np.isnan(evaluation.values[-1])):
-        bad = evaluation.steps[np.isnan(evaluation.values)]
-    if not len(bad):
-        return None
-    first, total = int(bad[0]), len(series)
-    finite_after = series.steps[np.isfinite(series.values) & (series.values != 0.0) & (series.steps > first)]
-    evidence: dict[str, Any] = {
-        "first_step": first, "bad_points": len(bad), "points": total, "finite_points_after": len(finite_after),
-        "hidden_as_zero": hidden,
-    }  # fmt: skip
-    causes = _nonfinite_causes(view, series.steps, first, len(finite_after), len(bad), evidence)
-    how = "is logged as 0 with a NaN gradient norm" if hidden else "is NaN or infinite"
-    return make_finding(
-        f"the loss {how} from step {first} on ({len(bad)} of {total} points)",
-        causes,
-        "critical",
-        first,
-        evidence,
-        "The curve does not show which tensor became non-finite first.",
-    )
-
-
-def _nonfinite_causes(
-    view: JudgedRun, steps: Any, first: int, after: int, bad: int, evidence: dict[str, Any]
-) -> list[Cause]:
-    scores = {
-        "nonfinite_input": 0.35,
-        "lr_too_high": 0.2,
-        "fp16_overflow": 0.05,
-        "labels_masked": 0.1,
-        "bad_batch": 0.1,
-    }
-    loss, norm = view.curve("loss"), view.curve("grad_norm")
-    before = loss.before(first) if loss is not None else None
-    if first <= steps[0]:
-        scores.update(labels_masked=0.6, nonfinite_input=0.3, lr_too_high=0.02)
-    elif after >= max(2, bad):  # updates went on: only the loss of these batches is undefined
-        scores.update(labels_masked=0.75, nonfinite_input=0.3, lr_too_high=0.03)
-    elif before is not None and len(before) >= 2:
-        rise = float(np.max(before.values[-8:])) / max(float(np.median(before.values)), 1e-9)
-        norms = norm.before(first) if norm is not None else None
-        growth = 1.0
-        if norms is not None and len(norms) >= 2:
-            growth = float(np.max(norms.values[-8:])) / max(
-                float(np.median(norms.values[:-3] if len(norms) > 6 else norms.values[:1])), 1e-12
-            )
-        evidence.update(loss_rise_before=round(rise, 2), gradient_growth_before=round(growth, 2))
-        early = first < 0.05 * max(view.run.total_steps or 0, view.last_step) or len(before) <= 6
-        if lr_jump(view, first) > 2:
-            scores.update(lr_jump=0.85)
-        elif rise > 1.3 or growth > 8:
-            scores.update(lr_too_high=0.75, warmup_missing=0.4 if early and not has_warmup(view) else 0.1)
-    scale = view.curve("loss_scale", 3)
-    if view.precision == "fp16" and (scale is None or scale.values[-1] <= 0.02 * scale.values.max()):
-        scores.update(fp16_overflow=0.85)
-    if (view.near_restart(first)) is not None:
-        scores.update(weights_damaged=0.5)
-    return rank(view, **scores)
-
-
-def has_warmup(view: JudgedRun) -> bool:
-    """Whether the rate rises at the start, or the settings say so; False also where nothing is known."""
-    rates = view.curve("lr", 2)
-    if rates is not None and rates.values.max() > 0:
-        return bool(rates.values[0] < 0.7 * rates.values.max() and np.argmax(rates.values) > 0)
-    return bool(view.number("warmup"))
 
 
 # --- the start
@@ -237,8 +138,12 @@ def judge_divergence(view: JudgedRun, loss: MetricCurve) -> Finding | None:
     return make_finding(text, causes, severity, step, evidence)
 
 
-def _rise_causes(view: JudgedRun, loss: MetricCurve, step: int, onset: int, evidence: dict[str, Any]) -> list[Cause]:
+def _rise_causes(
+    view: JudgedRun, loss: MetricCurve, step: int, onset: int, evidence: dict[str, Any], recovered: bool = False
+) -> list[Cause]:
     scores = {"lr_too_high": 0.5, "diverged": 0.2, "weights_damaged": 0.15, "bad_batch": 0.1}
+    if recovered:  # training goes on as before: nothing is lost
+        scores = {"lr_too_high": 0.5, "bad_batch": 0.35, "weights_damaged": 0.15}
     early = onset <= max(8, 0.12 * len(loss))
     if early and not has_warmup(view):
         scores.update(lr_too_high=0.6, warmup_missing=0.5)
@@ -261,7 +166,7 @@ def _rise_causes(view: JudgedRun, loss: MetricCurve, step: int, onset: int, evid
         evidence["restart"] = restart
         state = {"schedule_restarted": 0.85} if jump > 1.5 else {"optimizer_state_lost": 0.7, "weights_damaged": 0.5}
         scores.update(lr_too_high=0.2, **state)
-    elif at_once and jump <= 2 and not early and not high:
+    elif at_once and jump <= 2 and not early and not high and not recovered:
         scores.update(weights_damaged=0.6, lr_too_high=0.4)
     if view.precision == "fp16":
         scores["fp16_overflow"] = 0.3
@@ -389,11 +294,33 @@ def _explain_slow(view: JudgedRun, loss: MetricCurve, outlier: Outlier, outliers
         "usual": round(outlier.usual, 4),
         "deviations": round(outlier.deviations, 1), "share_left_after_five_points": round(outlier.left, 2),
     }  # fmt: skip
-    causes = _rise_causes(view, loss, step, outlier.index, evidence)
+    back = _steps_until_back(loss, outlier)
+    if back is not None:
+        evidence["back_after_steps"] = back
+    causes = _rise_causes(view, loss, step, outlier.index, evidence, recovered=back is not None)
     built = "builds up" if outlier.built else "jumps"
-    text = f"the loss {built} to {outlier.value:.3g} at step {step} (usually {outlier.usual:.3g}) and comes back slowly"
-    severity = "critical" if outlier.rise > 1.0 else "warning" if outlier.rise > 0.25 else "note"
+    text = f"the loss {built} to {outlier.value:.3g} at step {step} (usually {outlier.usual:.3g}) and comes back " + (
+        f"within {back} steps" if back is not None else "slowly"
+    )
+    severity = "critical" if outlier.rise > 1.0 and back is None else "warning" if outlier.rise > 0.25 else "note"
     return make_finding(text, causes, severity, step, evidence)
+
+
+def _steps_until_back(loss: MetricCurve, outlier: Outlier) -> int | None:
+    """Steps after which the loss is back at its level, where healthy training follows that; else None."""
+    rest = loss.part(outlier.index)
+    if len(rest) < 16:
+        return None
+    noise = loss.before(outlier.step).part(-64).noise()
+    limit = outlier.usual + max(2 * noise, 0.05 * (outlier.value - outlier.usual))
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(rest.values[:4096], 5), axis=1)
+    below = np.flatnonzero(medians <= limit)
+    if not len(below) or rest.level(0.1) > outlier.usual + 2 * noise:
+        return None
+    at = int(below[0])
+    steps = int(rest.steps[at]) - outlier.step
+    few = steps <= max(BACK_WITHIN, 10 * loss.interval())
+    return steps if few and len(rest) - at >= max(8, at) else None
 
 
 # --- oscillation, plateau

@@ -14,6 +14,7 @@ from bessemer.diagnose.rules.view import JudgedRun
 from bessemer.run.finding import Finding
 
 SMALL_SCALE = 16
+MEMORISED = 0.25  # of the first loss, after more than one pass over the data
 OVER = 0.012  # of the peak rate: the schedule is over
 
 
@@ -108,9 +109,14 @@ def judge_batch(view: JudgedRun) -> Finding | None:
         return None
     end = loss.part(len(loss) // 2)
     level, noise = end.level(0.5), end.noise() * math.sqrt(loss.mean_of)
+    epochs = view.curve("epoch", 2)
+    repeated = epochs is not None and epochs.values.max() > 1
+    if repeated and level < MEMORISED * float(np.median(loss.values[:4])):
+        end = loss.part(len(loss) // 8, len(loss) // 2)  # before the rows were memorised: noise over almost nothing
+        level, noise = end.level(0.5), end.noise() * math.sqrt(loss.mean_of)
     share = noise / max(abs(level), 1e-9)
     gain = end.level(0.25, end=False) - end.level(0.25)
-    evidence = {
+    evidence: dict[str, Any] = {
         "noise_of_a_step": round(noise, 4),
         "level": round(level, 4),
         "share": round(share, 3),
@@ -119,9 +125,12 @@ def judge_batch(view: JudgedRun) -> Finding | None:
     batch, context = view.number("batch"), view.number("context")
     if batch:
         evidence["batch"] = batch
+    if loss.mean_of > 1:
+        evidence["scaled_by"] = f"sqrt({loss.mean_of}): each point is a mean of {loss.mean_of} steps"
     if share > 0.13:
         causes = rank(view, batch_too_small=0.75, lr_too_high=0.25, data_ordered=0.15)
-        text = f"single steps vary by {share:.0%} of the loss"
+        scaled = f", estimated from means of {loss.mean_of}" if loss.mean_of > 1 else ""
+        text = f"single steps vary by {share:.0%} of the loss{scaled}"
         return make_finding(text, causes, "note" if share < 0.25 else "warning", end.steps[0], evidence)
     falling = gain > 0.05 * level
     if share < 0.004 and falling and view.last_step < 300 and batch and batch * (context or 1) > 2**14:

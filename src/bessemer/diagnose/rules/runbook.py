@@ -32,7 +32,8 @@ RUNBOOK: dict[str, RunbookEntry] = {
     "nonfinite_input": RunbookEntry(
         "loss", "The loss becomes NaN or infinite without a warning sign: an input, a division by zero or an overflow.",
         "Run the step under torch.autograd.set_detect_anomaly, and look for empty rows or zero divisors in its batch.",
-        "Skip updates whose gradient norm is not finite, and repair the rows or the operation.", "clip"),
+        "Stop at the first value that is not finite, continue from the checkpoint before it, and repair the rows or "
+        "the operation; clipping does not remove a NaN.", "nonfinite"),
     "loss_summed_over_accumulation": RunbookEntry(
         "loss", "The loss is summed over the micro-batches of gradient accumulation instead of averaged: it, and the "
         "gradient, are too large by their number.",

@@ -80,8 +80,14 @@ class RunBuilder:
         column.lines.append(line)
 
     def add_row(self, step: int, row: Mapping[str, float], line: int = -1) -> None:
+        columns = self._columns
         for key, value in row.items():
-            self.add(key, step, value, line)
+            column = columns.get(key)
+            if column is None:
+                column = columns[key] = _Column()
+            column.steps.append(step)
+            column.values.append(value)
+            column.lines.append(line)
 
     def __bool__(self) -> bool:
         return bool(self._columns)

@@ -30,9 +30,10 @@ from bessemer.observe.foreign.tables import COUNTED_ON
 from bessemer.observe.foreign.text import lines_of
 from bessemer.run.journal import to_number
 
-HINTS = (b"tep", b"iter", b"oss", b"batch", b"{'", b"it/s", b"s/it")  # one of them is in every line with metrics
+ANY_HINT = re.compile(rb"tep|iter|oss|batch|\{'|it/s|s/it")  # matches in every line with metrics
 ENOUGH = 20  # lines of one framework after which a log counts as recognised
 RANK = re.compile(rb"^\s*\[?(?:rank ?|default)?(\d+)\]?: |\[[Rr]ank[ _-]?(\d+)\]")
+RANK_STARTS = frozenset(bytes([code]) for code in b" \t\v\f[rd0123456789")  # of a line that begins with a rank
 SKIPPED, NAN_COUNT = "number of skipped iterations", "number of nan iterations"
 LOG_FORMATS = tuple(dict.fromkeys([*(shape.format for shape in SHAPES), "hf_log", "lightning", "openrlhf", "text_log"]))
 
@@ -55,7 +56,7 @@ def log_format(path: Path) -> str | None:
 
 
 def _format_of_line(line: bytes) -> str | None:
-    if not any(map(line.__contains__, HINTS)):
+    if ANY_HINT.search(line) is None:
         return None
     for shape in SHAPES:
         if shape.may_match(line) and shape.step.search(line.decode("utf-8", "replace")):
@@ -128,6 +129,8 @@ class _LogReader:
 
     def _is_first_rank(self, line: bytes) -> bool:
         """Several ranks may print the same step; the first that printed one is read."""
+        if line[:1] not in RANK_STARTS and b"ank" not in line:
+            return True
         match = RANK.search(line)
         if match is None:
             return True

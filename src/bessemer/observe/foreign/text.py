@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 BLOCK_BYTES = 1 << 20
 LINE_BYTES = 1 << 16  # the rest of a longer line is not looked at; metrics lines have a few hundred bytes
 ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+# Called for each block with the file and the share of it that has been read.
+progress: ContextVar[Callable[[Path, float], None] | None] = ContextVar("progress", default=None)
 # All repetitions are bounded, so that no line, however long, takes more than linear time.
 NUMBER = (
     r"[-+]?(?:\d[\d,]{0,30}(?:\.\d{0,40})?(?:[eE][-+]?\d{1,4})?|\.\d{1,40}(?:[eE][-+]?\d{1,4})?"
@@ -27,10 +31,16 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     alone, under the number of the line."""
     number, rest = 1, b""
     with path.open("rb") as file:
+        size, report = os.fstat(file.fileno()).st_size, progress.get()
         while block := file.read(BLOCK_BYTES):
+            if report:
+                report(path, file.tell() / max(size, 1))
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
-                yield from _pieces(number, line)
+                if b"\r" in line or b"\x1b" in line:
+                    yield from _pieces(number, line)
+                else:
+                    yield number, line[:LINE_BYTES]
                 number += 1
             if len(rest) > LINE_BYTES:  # a bar that never ends its line
                 *bars, rest = rest.split(b"\r")
@@ -55,6 +65,6 @@ def _pieces(number: int, line: bytes) -> Iterator[tuple[int, bytes]]:
 def read_number(text: str) -> float:
     """The value of what NUMBER matched; NaN if it is not a number after all."""
     try:
-        return float(text.replace(",", ""))
+        return float(text.replace(",", "") if "," in text else text)
     except ValueError:
         return math.nan
