@@ -39,16 +39,15 @@ def judge_timeouts(log: LogText) -> list[Finding]:
     symptom = f"{first['operation']} timed out"
     if first["timeout"]:
         symptom += f" after {int(first['timeout']) / 1000:,.0f} s"
+    operations = {rank: match["operation"] for rank, match in waiting.items()}
     evidence = place_evidence(log, first.start()) | {
-        "sequence": dict(sorted(sequences.items())),
-        "operations": sorted({match["operation"] for match in waiting.values()}),
-    }
+        "sequence": dict(sorted(sequences.items())), "operations": sorted(set(operations.values())),
+    }  # fmt: skip
     silent = sorted(set(range(world)) - set(waiting))
     causes = _timeout_causes(sequences, calls, silent)
-    if len(evidence["operations"]) > 1:
-        operations = {rank: match["operation"] for rank, match in waiting.items()}
-        evidence["collectives"] = differing_ranks(operations)
-        causes = [_naming_operations(cause, evidence["collectives"]) for cause in causes]
+    if len(set(operations.values())) > 1:
+        evidence["collectives"] = differing = differing_ranks(operations)
+        causes = [_naming_operations(cause, differing) for cause in causes]
     alone = "Only one rank's message is in this log; the others' would tell who was behind."
     unknown = alone if len(waiting) == 1 else ""
     return [

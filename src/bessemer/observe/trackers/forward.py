@@ -204,11 +204,11 @@ def follow(observer: Observer, run: Run, patience_s: float, stop: Event, say: Ca
             ended_s = 0.0
         try:
             result.sent += observer.forward()
+            if attempt:
+                say(f"{observer.name}: delivered again after {attempt} failed attempts")
             if state:
                 observer.finish(state)
                 return result
-            if attempt:
-                say(f"{observer.name}: delivered again after {attempt} failed attempts")
             result.error, attempt, pause_s = "", 0, observer.interval_s
         except UserError:
             raise
