@@ -442,3 +442,17 @@ def test_tables_in_a_pipe_are_not_cut(capsys: pytest.CaptureFixture[str]) -> Non
     table.add_row("word " * 200)
     table_console().print(table)
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_sweep_over_an_unknown_key_is_a_mistake_of_the_spec(tmp_path: Path) -> None:
+    spec = {"name": "t", "model": "1M", "data": {"sources": {"a": "a.jsonl"}}, "budget": {"steps": 20}}
+    path = tmp_path / "a.yaml"
+    path.write_text(json.dumps({**spec, "sweep": {"parameters": {"optimizer.lrr": [1, 2]}}}))
+    result = CliRunner().invoke(main.app, ["spec", "check", str(path), "--skip-paths"])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception).count("did you mean lr?") == 1
+
+
+def test_new_without_a_kind_lists_them() -> None:
+    result = CliRunner().invoke(main.app, ["new"])
+    assert isinstance(result.exception, UserError) and "sentiment, text-generation" in str(result.exception)

@@ -270,3 +270,19 @@ def test_items_of_a_dataset_from_python(make: Callable[..., RunSpec], reviews: P
     bad = own.model_copy(update={"name": "bad"})
     with pytest.raises(UserError, match=r"dataset list:1: no label"):
         Session(bad, datasets={"reviews": [{"text": "without"}, *items]}).train()
+
+
+def test_the_predicted_rate_counts_no_padding(make: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the measured rate of the steps; the predicted time stays that of the rows."""
+    from bessemer.session import record
+
+    shares: list[float] = []
+    monkeypatch.setattr(
+        record, "filled_share", lambda job, exact=record.filled_share: shares.append(exact(job)) or shares[-1]
+    )
+    spec = make("padded")
+    Session(spec).train()
+    steps = list(Run(run_folder(spec)).metrics())
+    rows = spec.budget.batch / spec.data.context  # type: ignore[operator]
+    first = steps[0]["tokens_per_s"] * steps[0]["step_s"] / (rows * spec.data.context)  # type: ignore[operator]
+    assert shares[0] == pytest.approx(first, rel=1e-3) and 0.05 < shares[0] < 0.9
