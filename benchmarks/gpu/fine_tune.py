@@ -6,7 +6,8 @@
 Prompts and completions of 64 to 2,048 tokens together, log-uniform. `trl` is its default: padded batches of 16
 conversations, activations computed again; `trl-packed` packs and has Liger's kernels; `trl-wrapped` packs by cutting
 the text anywhere, so that torch's own attention kernel is fast without flash-attn; a name that ends in `-keep` also
-keeps the activations. `bessemer-lean` recomputes all of them. A batch holds about 16,384 tokens everywhere. tokens/s
+keeps the activations. `bessemer-lean` recomputes all of them, `bessemer-profile` says where the time of its steps goes.
+A batch holds about 16,384 tokens everywhere. tokens/s
 counts the tokens of conversations, no padding.
 LoRA is of rank 16 on all linear layers; qlora holds the base in NF4 with double quantization (bitsandbytes for TRL).
 """
@@ -88,6 +89,7 @@ def bessemer(system: str, kind: str, place: Path, rows: Path, folder: Path, warm
     from bessemer.observe.view import RunView
     from bessemer.plan.decision import Plan
     from bessemer.session.data import prepare_data
+    from bessemer.session.inspect import ProfileSession
     from bessemer.session.session import Session, run_folder
     from bessemer.session.start import complete_spec
     from bessemer.spec.load import load_spec
@@ -120,6 +122,15 @@ def bessemer(system: str, kind: str, place: Path, rows: Path, folder: Path, warm
             if len(times) == warmup + steps:
                 raise KeyboardInterrupt
 
+    if system == "bessemer-profile":
+        profiled = ProfileSession(loaded, Watch())
+        profiled.train()
+        profile = json.loads((profiled.folder / "profile.json").read_text())
+        print(profiled.text, flush=True)
+        return {
+            "tokens_per_s": round(profile["tokens_per_s"]), "peak_gib": round(profile["memory_bytes"] / 2**30, 2),
+            "profile": profile, "text": profiled.text.splitlines(),
+        }  # fmt: skip
     session = Session(loaded, Watch())
     try:
         outcome = session.train()

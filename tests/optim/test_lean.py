@@ -13,7 +13,7 @@ from bessemer.optim import low_memory as lean
 from bessemer.optim.choose import VETO_PATHS, make_optimizer, veto_fault
 from bessemer.optim.guarded import clip_divisor
 from bessemer.optim.low_memory import dequantize, join_weights, to_low_precision
-from bessemer.spec.optimizer import LOW_MEMORY_OPTIMIZERS, MemorySpec, OptimizerSpec, optimizer_bytes
+from bessemer.spec.optimizer import LOW_MEMORY_OPTIMIZERS, MemorySpec, MuonSpec, OptimizerSpec, optimizer_bytes
 from bessemer.spec.shape import ModelShape
 
 SHAPES = {"matrix": (64, 80), "odd": (9, 15), "vector": (300,), "scalar": ()}
@@ -140,6 +140,47 @@ def test_kahan_is_fp32_bit_for_bit():
     for name in SHAPES:
         assert torch.equal(value(narrow, optimizers[1], name), wide[name].detach())
         assert (narrow[name].float() - wide[name]).abs().max() <= wide[name].abs().max() * 2**-8
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+def test_muon_s_split_weights_are_fp32_bit_for_bit(cautious):
+    spec = OptimizerSpec(name="muon", muon=MuonSpec(precision="fp32", cautious=cautious))
+    wide, narrow = model("fp32"), model("kahan")
+    memories = MemorySpec(), MemorySpec(weights="kahan")
+    optimizers = [
+        make_optimizer(named.items(), spec, memory=memory)
+        for named, memory in zip((wide, narrow), memories, strict=True)
+    ]
+    for optimizer, named in zip(optimizers, (wide, narrow), strict=True):
+        steps(optimizer, named, 30)
+    assert narrow["matrix"].dtype == torch.bfloat16
+    assert torch.equal(value(narrow, optimizers[1], "matrix"), wide["matrix"].detach())
+    for name in SHAPES:  # AdamW's, which divides in another order beside fp32 weights
+        torch.testing.assert_close(value(narrow, optimizers[1], name), wide[name].detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["fp32", "kahan"])
+@pytest.mark.parametrize(("cautious", "nesterov"), [(False, True), (True, False)])
+def test_muon_in_triton_is_muon_in_torch(weights, cautious, nesterov, monkeypatch):
+    """The same momenta to the last digits, and weights that differ by the rounding of their updates."""
+    spec = OptimizerSpec(name="muon", nesterov=nesterov, muon=MuonSpec(precision="fp32", cautious=cautious))
+    kept = []
+    for triton in (False, True):
+        monkeypatch.setattr("bessemer.optim.muon.TRITON", triton)
+        named = model(weights, device="cuda")
+        optimizer = make_optimizer(named.items(), spec, memory=MemorySpec(weights=weights))
+        steps(optimizer, named, 20)
+        before = everything(named, optimizer)
+        give(named, 21, bad=float("nan"))
+        optimizer.step(1e-2, torch.ones((), device="cuda"), torch.tensor(2.0, device="cuda"))
+        assert same(before, everything(named, optimizer))
+        kept.append(
+            {name: value(named, optimizer, name) for name in named}
+            | {key: tensor for key, tensor in optimizer.state().items() if "remainder" not in key}
+        )
+    for name in kept[0]:
+        torch.testing.assert_close(kept[1][name].float(), kept[0][name].float(), rtol=1e-4, atol=1e-5)
 
 
 @every_kind

@@ -186,13 +186,14 @@ def _read_events(response: http.client.HTTPResponse, start: float, times: Reques
             times.error = str(chunk["error"])
             return
         for choice in chunk.get("choices", ()):
+            finished |= bool(choice.get("finish_reason"))  # `transformers serve` sends no [DONE]
             if choice.get("text") or (choice.get("delta") or {}).get("content"):
                 times.events_s.append(time.perf_counter() - start)
         if usage := chunk.get("usage"):
             times.prompt_tokens, times.tokens = usage["prompt_tokens"], usage["completion_tokens"]
     times.tokens = times.tokens or len(times.events_s)
     if not finished:
-        times.error = "the stream ended before [DONE]"
+        times.error = "the stream ended before its answer did"
 
 
 @dataclass(frozen=True)

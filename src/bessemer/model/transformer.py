@@ -400,6 +400,7 @@ def init_weights(model: nn.Module, seed: int, kind: str = "gpt", under: str = ""
     xavier   variance 2 / (fan in + fan out)
     kaiming  variance 2 / fan in
     mup      variance 1 / fan in for hidden matrices; learning rates and the head are scaled to match (docs/models.md)
+    zero     variance 1 / fan in; output projections and an untied head start at 0: each layer starts as the identity
     """
     shape: ModelShape = model.shape  # type: ignore[assignment]
     initialised: set[Tensor] = set()
@@ -439,6 +440,8 @@ def standard_deviation(name: str, parameter: Tensor, shape: ModelShape, kind: st
         if name.endswith("relative.weight"):
             return shape.width**-0.5
         return (fan_in * (shape.head_dim if name.endswith("query.weight") else 1)) ** -0.5
+    if kind == "zero" and name.endswith("head.weight"):
+        return 0.0
     if name.endswith((*EMBEDDINGS, "head.weight")):
         return math.sqrt(2 / (5 * shape.width)) if kind == "small" else 0.02
     if kind == "small":
@@ -447,6 +450,8 @@ def standard_deviation(name: str, parameter: Tensor, shape: ModelShape, kind: st
         return math.sqrt(2 / (fan_in + fan_out))
     if kind == "kaiming":
         return math.sqrt(2 / fan_in)
+    if kind == "zero":
+        return 0.0 if output else fan_in**-0.5
     if kind == "mup":
         return fan_in**-0.5 / (math.sqrt(2 * layers) if output else 1.0)
     if not output:

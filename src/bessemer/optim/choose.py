@@ -248,7 +248,7 @@ def build_optimizers(
     sharded: Sharded | None = None,
 ) -> list[Optimizer]:  # fmt: skip
     """Our own optimizer, torch's, or Muon and AdamW, with initialised state. The learning rate comes with each step."""
-    if memory.lean:
+    if memory.lean and spec.name != "muon":
         groups = parameter_groups(named, spec.settings()["weight_decay"], scales, spec.groups)
         return [LowMemoryOptimizer(groups, named, spec, memory, seed, places)]
     if spec.external:
@@ -268,8 +268,15 @@ def build_optimizers(
     momentum, nesterov = settings.pop("momentum"), settings.pop("nesterov")
     if hidden:
         groups = parameter_groups(hidden, settings["weight_decay"], scales, spec.groups)
-        made.append(Muon(groups, momentum, nesterov, **spec.muon.model_dump(), sharded=sharded))
-    return [*made, *([_torch_optimizer(others, "adamw", settings, path, scales, spec.groups)] if others else ())]
+        split = memory.kept == "kahan"
+        made.append(Muon(groups, momentum, nesterov, **spec.muon.model_dump(), sharded=sharded, split=split))
+    if others and memory.lean:
+        beside = spec.model_copy(update={"name": "adamw"})
+        groups = parameter_groups(others, settings["weight_decay"], scales, spec.groups)
+        made.append(LowMemoryOptimizer(groups, others, beside, memory, seed, places))
+    elif others:
+        made.append(_torch_optimizer(others, "adamw", settings, path, scales, spec.groups))
+    return made
 
 
 def _torch_optimizer(

@@ -2,11 +2,13 @@
 
 Matrices of one shape are iterated together, in a precision that the spec sets. Of sharded matrices each rank gathers
 its share as whole ones (one all-to-all each way), since the iteration of a shard is another update. The momentum stays
-sharded like the weight. A step is rejected by selection, without a host sync.
+sharded like the weight. A step is rejected by selection, without a host sync. Weights are fp32, or bf16 with the low 16
+bits beside them; on a GPU two Triton kernels do what surrounds the iteration.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bessemer.dtensor import shard_of
-from bessemer.optim.rule_optimizer import Sharded, gather
+from bessemer.optim.low_memory import join_weights, split_weights
+from bessemer.optim.rule_optimizer import Sharded, exact_dtype, gather
 
 Coefficients = tuple[tuple[float, float, float], ...]
 # a, b, c of X <- a X + (b A + c A^2) X with A = X X', and by how much X is shrunk first.
@@ -35,6 +38,7 @@ COEFFICIENTS: dict[str, tuple[Coefficients, float]] = {
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SMALLEST_NORM = 1e-7
 LARGEST_STACK = 1 << 27  # numbers that are iterated together
+TRITON = importlib.util.find_spec("triton") is not None
 
 
 def newton_schulz(matrices_KMN: Tensor, kind: str = "keller", dtype: torch.dtype | None = None) -> Tensor:
@@ -66,22 +70,27 @@ class Muon(Optimizer):
     def __init__(
         self, groups: list[dict[str, Any]], momentum: float, nesterov: bool, orthogonalize: str = "keller",
         precision: str = "auto", scale: str = "rms", cautious: bool = False, sharded: Sharded | None = None,
+        split: bool = False,
     ) -> None:  # fmt: skip
+        """`split` keeps the low 16 bits of bf16 weights."""
         super().__init__(groups, {"lr": 0.0, "momentum": momentum})
         self.nesterov, self.kind, self.precision, self.scale = nesterov, orthogonalize, precision, scale
         self.cautious, self.sharded = cautious, dict(sharded or {})
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                state = self.state[parameter]
+                state["momentum_buffer"] = torch.zeros_like(exact_dtype(parameter.detach()))
+                if split and parameter.dtype == torch.bfloat16:
+                    state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None, "closures are not supported"
         for group in self.param_groups:
             for stack in self._stacks([p for p in group["params"] if p.grad is not None]):
-                updates = self._orthogonalize(stack, [self._momentum(p, group["momentum"]) for p in stack])
+                updates = self._orthogonalize(stack, self._momenta(stack, group["momentum"]))
                 for parameter, update in zip(stack, updates, strict=True):
-                    self._apply(parameter, update.to(parameter.dtype), group)
+                    self._apply(parameter, update, group)
 
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
         return self.sharded.get(parameter, parameter).shape
@@ -95,29 +104,46 @@ class Muon(Optimizer):
             most = max(1, LARGEST_STACK // max(1, shape.numel()))
             yield from (same[start : start + most] for start in range(0, len(same), most))
 
-    def _momentum(self, parameter: nn.Parameter, beta: float) -> Tensor:
-        """Update the momentum unless the step is rejected; the matrix to orthogonalize."""
-        assert parameter.grad is not None
-        buffer = self.state[parameter]["momentum_buffer"]
-        grad = parameter.grad.to(buffer.dtype)
-        grad = grad if self.grad_scale is None else grad / self.grad_scale.to(buffer.dtype)
-        new = torch.lerp(buffer, grad, 1 - beta)
-        self._select(buffer, new)
-        return torch.lerp(grad, new, beta) if self.nesterov else new
+    def _momenta(self, stack: list[nn.Parameter], beta: float) -> Tensor:
+        """Update the momenta unless the step is rejected; the matrices to orthogonalize."""
+        first, dtype = stack[0], self._dtype(stack[0])
+        matrices = torch.empty((len(stack), *first.shape), dtype=dtype, device=first.device)
+        for parameter, matrix in zip(stack, matrices, strict=True):
+            assert parameter.grad is not None
+            buffer = self.state[parameter]["momentum_buffer"]
+            if self._in_triton(parameter):
+                from bessemer.optim.kernels import momentum
 
-    def _orthogonalize(self, stack: list[nn.Parameter], matrices: list[Tensor]) -> list[Tensor]:
-        dtype = self._dtype(stack[0])
+                momentum(beta, self.nesterov, buffer, parameter.grad.contiguous(), matrix, *self._verdict(parameter))
+                continue
+            grad = parameter.grad.to(buffer.dtype)
+            grad = grad if self.grad_scale is None else grad / self.grad_scale.to(buffer.dtype)
+            new = torch.lerp(buffer, grad, 1 - beta)
+            self._select(buffer, new)
+            matrix.copy_(torch.lerp(grad, new, beta) if self.nesterov else new)
+        return matrices
+
+    def _in_triton(self, parameter: nn.Parameter) -> bool:
+        state = self.state[parameter]
+        return TRITON and parameter.is_cuda and (parameter.dtype == torch.float32 or "remainder" in state)
+
+    def _verdict(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+        """Verdict and divisor."""
+        none, one = torch.zeros((), device=parameter.device), torch.ones((), device=parameter.device)
+        return none if self.found_inf is None else self.found_inf, one if self.grad_scale is None else self.grad_scale
+
+    def _orthogonalize(self, stack: list[nn.Parameter], matrices: Tensor) -> list[Tensor]:
         like = self.sharded.get(stack[0])
         if like is None:
-            return list(newton_schulz(torch.stack(matrices), self.kind, dtype))
+            return list(newton_schulz(matrices, self.kind).contiguous())
         if (group := row_group(like)) is None:
             return [
-                shard_of(self.sharded[p], newton_schulz(gather(m, self.sharded[p])[None], self.kind, dtype)[0])
+                shard_of(self.sharded[p], newton_schulz(gather(m, self.sharded[p])[None], self.kind)[0])
                 for p, m in zip(stack, matrices, strict=True)
             ]
-        # Rounded before they travel: half the traffic in bf16.
+        # Already in the iteration's precision when they travel: half the traffic in bf16.
         exchange = RowExchange(like.shape, len(stack), group)
-        owned = exchange.to_owners([matrix.to(dtype) for matrix in matrices])
+        owned = exchange.to_owners(list(matrices))
         return exchange.to_shards(newton_schulz(owned, self.kind) if len(owned) else owned)
 
     def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
@@ -126,11 +152,24 @@ class Muon(Optimizer):
         return DTYPES[self.precision]
 
     def _apply(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
-        weight, lr, rows_columns = parameter.detach(), group["lr"], self._shape(parameter)
-        decayed = weight * (1 - lr * group["weight_decay"])
+        weight, state, lr = parameter.detach(), self.state[parameter], group["lr"]
+        rate, shrink = lr * update_scale(self.scale, *self._shape(parameter)), lr * group["weight_decay"]
+        if self._in_triton(parameter):
+            from bessemer.optim.kernels import apply_update
+
+            reject, _ = self._verdict(parameter)
+            apply_update(weight, state.get("remainder"), update.contiguous(), reject, rate, shrink, self.cautious)
+            return
+        exact = join_weights(weight, state["remainder"]) if "remainder" in state else exact_dtype(weight)
+        update = update.to(exact.dtype)
+        decayed = exact * (1 - shrink)
         if self.cautious:
-            decayed = torch.where(update * weight > 0, decayed, weight)
-        self._select(weight, decayed - lr * update_scale(self.scale, *rows_columns) * update)
+            decayed = torch.where(update * exact > 0, decayed, exact)
+        new = decayed - rate * update
+        if "remainder" in state:
+            new, remainder = split_weights(new)
+            self._select(state["remainder"], remainder)
+        self._select(weight, new.to(weight.dtype))
 
     def _select(self, tensor: Tensor, new: Tensor) -> None:
         tensor.copy_(new if self.found_inf is None else torch.where(self.found_inf.bool(), tensor, new))

@@ -170,10 +170,12 @@ def decide_weights(
         return str(plan.add_requested(key, spec.memory.weights))
     if previous is not None:
         return str(plan.keep(key, "auto", previous) or "fp32")
-    adamw = spec.parallel.engine == "torch" and spec.optimizer.name == "adamw"
-    if machine.device != "cuda" or precision not in HALF or not adamw or not dense:
+    splits = spec.parallel.engine == "torch" and spec.optimizer.name in ("adamw", "muon")
+    splits &= not any(group.betas for group in spec.optimizer.groups.values())  # which the split step does not have
+    if machine.device != "cuda" or precision not in HALF or not splits or not dense:
         return "fp32"
-    reason = "fp32 split into bf16 and 16 low bits: as exact, no casts, 14 bytes a parameter instead of 18"
+    saved = ", 14 bytes a parameter instead of 18" if spec.optimizer.name == "adamw" else ""
+    reason = f"fp32 split into bf16 and 16 low bits: as exact, no casts{saved}"
     return str(plan.add(key, "kahan", reason, "rule", "established"))
 
 

@@ -181,7 +181,7 @@ QkNorm = Annotated[
     Literal["none", "head", "full"],
     BeforeValidator(lambda value: ("none", "head")[value] if isinstance(value, bool) else value),
 ]
-Init = Literal["gpt", "depth", "small", "xavier", "kaiming", "mup"]
+Init = Literal["gpt", "depth", "small", "xavier", "kaiming", "mup", "zero"]
 
 
 class RopeSpec(SpecSection):
@@ -322,7 +322,7 @@ class ModelSpec(ShortSection, short="preset"):
     )
     mamba: MambaSpec | None = setting(None, "the state-space layer", {"heads": 24})
     logit_cap: Factor | None = setting(None, "soft cap of the output logits", 30.0)
-    init: Init = setting("gpt", "initial weights: gpt, depth, small, xavier, kaiming or mup", "gpt")
+    init: Init = setting("gpt", "initial weights: gpt, depth, small, xavier, kaiming, mup or zero", "gpt")
     mup_width: Side = setting(256, "with init: mup: the width at which hyperparameters were tuned", 256)
 
     @field_validator("preset")

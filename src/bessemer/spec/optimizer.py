@@ -44,7 +44,7 @@ class MemorySpec(SpecSection):
         "auto",
         "fp32: master weights, cast to bf16 for each pass; kahan: bf16 plus the rounding remainder, as exact as fp32 "
         "and without casts; stochastic: bf16 with stochastic rounding of updates; auto is kahan on a GPU for adamw "
-        "with bf16 or fp8, else fp32",
+        "and muon with bf16 or fp8, else fp32",
         "stochastic",
     )
     moments: Literal["fp32", "bf16", "8bit"] = setting(
@@ -119,7 +119,8 @@ def optimizer_bytes(
 def memory_problems(optimizer: OptimizerSpec, memory: MemorySpec, precision: str) -> Iterator[tuple[str, str]]:
     """Keys of the memory section that conflict with the rest of the spec, each with the fix."""
     if memory.lean and optimizer.name not in LOW_MEMORY_OPTIMIZERS:
-        set_keys = {"weights": memory.kept != "fp32", "moments": memory.moments != "fp32",
+        exact = ("fp32", "kahan") if optimizer.name == "muon" else ("fp32",)
+        set_keys = {"weights": memory.kept not in exact, "moments": memory.moments != "fp32",
                  "offload_optimizer": memory.offload_optimizer, "update": memory.update != "after"}  # fmt: skip
         for key in (key for key, is_set in set_keys.items() if is_set):
             yield (

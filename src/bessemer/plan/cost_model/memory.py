@@ -19,7 +19,7 @@ from bessemer.plan.decision import Plan
 from bessemer.plan.hardware import Machine
 from bessemer.plan.search.layout import Layout
 from bessemer.spec.adapter import matrix_sides
-from bessemer.spec.optimizer import SOAP_LARGEST, ParameterBytes, optimizer_bytes
+from bessemer.spec.optimizer import MOMENT_BYTES, SOAP_LARGEST, ParameterBytes, optimizer_bytes
 from bessemer.spec.quantity import human_bytes, human_count
 from bessemer.spec.schema import RunSpec
 from bessemer.spec.shape import ModelShape, parameter_counts
@@ -97,7 +97,7 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, passes: Passes) -> MemoryN
     on_device = min(3, layers) / layers if spec.memory.offload_activations else 1.0
     moments = each.moments * parameters
     if spec.optimizer.name == "muon":  # the embeddings use AdamW, with two moments
-        moments += each.moments * embedding * (1 if shape.tied else 2)
+        moments += MOMENT_BYTES["fp32"] * embedding * (1 if shape.tied else 2)
     if spec.optimizer.name == "soap":  # every process holds the bases
         moments += soap_bytes(shape) * passes.shards
     gradients = int(each.accumulated(passes.several) * parameters) // passes.shards
