@@ -270,7 +270,7 @@ def test_function_and_gradients_are_pefts(folder: Path, tokens: Tensor, tmp_path
     add_adapters(model, spec, RANK, ALPHA)
     init_adapters(model, spec, spec.scale(RANK, ALPHA), 0, read)
     ours_BTV, theirs_BTV = logits(model, tokens), theirs(tokens).logits
-    assert (ours_BTV - theirs_BTV).abs().max() < 1e-6 * theirs_BTV.abs().max()
+    assert (ours_BTV - theirs_BTV).abs().max() < 3e-6 * theirs_BTV.abs().max()  # the sum is in another order
     for output_BTV in (ours_BTV, theirs_BTV):
         torch.nn.functional.cross_entropy(output_BTV[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     names = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "magnitude"}

@@ -59,6 +59,13 @@ class AdapterLinear(nn.Linear):
         if not self.active:
             return F.linear(x, self.weight, self.bias)
         h = F.dropout(x, self.adapter_dropout, self.training) if self.adapter_dropout else x
+        if self.magnitude is None and self.initial_a is None:
+            narrow = F.linear(h, self.lora_a) * self.lora_scale
+            y = F.linear(x, self.weight, self.bias)
+            if is_dtensor(y) or is_dtensor(self.lora_b):
+                return y + F.linear(narrow, self.lora_b)
+            # One product adds to the other's result: no pass over a wide activation for the sum.
+            return torch.addmm(y.flatten(0, -2), narrow.flatten(0, -2), self.lora_b.t()).view(y.shape)
         low = F.linear(F.linear(h, self.lora_a), self.lora_b)
         if self.initial_a is not None and self.initial_b is not None:
             low = low - F.linear(F.linear(x, self.initial_a), self.initial_b)

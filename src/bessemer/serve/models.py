@@ -25,10 +25,12 @@ from bessemer.serve.errors import ApiError
 from bessemer.serve.grammar import GrammarCompiler
 from bessemer.serve.scheduler import Backend, InferenceJob, SampleProgress, Scheduler
 from bessemer.spec.classify import ClassifySpec
+from bessemer.spec.shape import cache_bytes
 from bessemer.train.trained import LoadedModel, find_checkpoint, find_model, load_model
 
 _log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 8192  # of models that read any length
+RESERVED = 0.7  # of the free memory that a cache may take at the start
 Task = Literal["generate", "embed", "classify"]
 
 
@@ -120,7 +122,12 @@ def load_served(name: str, folder: Path, options: ModelOptions) -> ServedModel:
 
 
 def warm_up(generator: Generator, token: int) -> None:
-    """Compile and capture the passes of every batch size, so that no request waits for it."""
+    """Compile and capture the passes of every batch size, so that no request waits for it. A cache that grows later
+    would drop them: it takes its full size now, unless that leaves little for anything else."""
+    free, _ = torch.cuda.mem_get_info(generator.model.head_weight.device)
+    width = generator.model.head_weight.element_size()
+    if (generator.slots + 1) * cache_bytes(generator.model.shape, generator.max_length, width) < RESERVED * free:
+        generator.reserve()
     count = 1
     while count <= generator.slots:
         for temperature in (0.0, 1.0):

@@ -313,7 +313,7 @@ class Generator:
             shared = next((i for i in range(limit) if cached[i] != tokens[i]), limit)
             if shared > length:
                 best, length = slot, shared
-        return best, length
+        return (best, length) if length >= self.runner.least_prefix else (None, 0)
 
     def _count_prompt(self, row: _Row) -> None:
         """Count the prompt's tokens if the request has penalties."""

@@ -29,6 +29,9 @@ SPARE = 32  # positions of a slot behind its last: for drafts, and for a token t
 START = 0  # the token that T5's decoder starts with: its padding
 PACKED_TOKENS = 8192  # prompts that a GPU reads in one pass
 STACKED_TOKENS = 2048  # prompts of one length that a CPU reads in one pass
+# A GPU reads new prompts together and continues a cached beginning alone: a chat template's first tokens in common must
+# not take every prompt out of that pass.
+PACKED_LEAST_PREFIX = 256
 
 GraphKind = Literal["logits", "greedy", "sampled"]  # what a decoding graph ends with
 
@@ -37,6 +40,7 @@ class Runner(Protocol):
     """What the scheduler needs of a model. Slots are numbered from 0."""
 
     reuses_prefixes: bool  # a slot can be cut back to its first positions
+    least_prefix: int  # tokens; a shorter beginning is read again
     copies: bool  # a slot can be copied
 
     def first_tokens(self, prompt: list[int]) -> list[int]:
@@ -106,6 +110,7 @@ class SlotRunner:
         self.packs, self.stacks = on_gpu and plain_rows, not on_gpu and plain_rows
         plain = shape.positions in ("rope", "learned", "none") and not shape.blocks[0] and not shape.global_tokens
         self.direct = self.packs and half and plain and shape.mla is None
+        self.least_prefix = PACKED_LEAST_PREFIX if self.packs else 1
         self.captures = self.packs and plain and not model.lockstep  # collectives in a graph are untested
         self.draws = model.head_weight.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
         self.graphs: dict[tuple[int, GraphKind], DecodeGraph] = {}
@@ -378,6 +383,7 @@ class RowRunner:
     """Each slot has its own caches and is run alone."""
 
     reuses_prefixes = copies = False
+    least_prefix = 1
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.device = model, model.head_weight.device
