@@ -1,7 +1,7 @@
 """The loss that recipes reach on the same text, model and hardware, and the seconds that they take for it.
 
     python benchmarks/gpu/time_to_loss.py --text FOLDER --recipes adamw muon --tokens 40M
-    python benchmarks/gpu/time_to_loss.py --text FOLDER --recipes adamw --recipes-half auto --seeds 0 1 2
+    python benchmarks/gpu/time_to_loss.py --text FOLDER --recipes adamw --recipes-half compatible --seeds 0 1 2
 
 Each run has a process of its own and its schedule decays to its own end. `--at-once` runs several beside each other:
 their losses count, their seconds do not. `--recipes-half` get half the tokens. Seconds are those of the steps, data
@@ -27,10 +27,12 @@ MUON = BETTER | {
 }  # fmt: skip
 ADAMW = {"optimizer.name": "adamw", "optimizer.lr": 7.8e-4, "schedule.kind": "cosine", "schedule.floor": 0.1}
 RECIPES: dict[str, dict[str, Any]] = {
-    "auto": {},
+    "standard": {},
+    "compatible": {"recipe": "compatible"},
     "adamw": ADAMW,
     # torchtitan 0.2.2 as shipped, but for its embedding of N(0, 1)
-    "torchtitan": BETTER | {"optimizer.name": "adamw", "optimizer.lr": 8e-4, "schedule.warmup": 200, "model.tied": False},
+    "torchtitan": BETTER
+    | {"optimizer.name": "adamw", "optimizer.lr": 8e-4, "schedule.warmup": 200, "model.tied": False},
     "adamw-3e-3": BETTER | {"optimizer.name": "adamw", "optimizer.lr": 3e-3, "optimizer.betas": [0.9, 0.98]},
     "muon": MUON,
     "muon-2e-3": MUON | {"optimizer.lr": 2e-3},
@@ -91,7 +93,8 @@ def run_one(options: argparse.Namespace, recipe: str, seed: int, share: float, n
         "tokens_per_s": round(statistics.median(record["tokens_per_s"] for record in records[SKIPPED:])),
         "vetoes": sum(record["veto"] is not None for record in records),
         "largest_norm_over_median": round(max(calm, default=0.0), 2),
-        "lr": plan.get("optimizer.lr"), "losses": [round(record["loss"], 4) for record in records[:: len(records) // 50 or 1]],
+        "lr": plan.get("optimizer.lr"),
+        "losses": [round(record["loss"], 4) for record in records[:: len(records) // 50 or 1]],
     }  # fmt: skip
 
 
@@ -133,8 +136,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     report = {"date": time.strftime("%Y-%m-%d"), "command": ["python", *sys.argv], "commit": options.commit,
               "device": device, "torch": torch.__version__, "runs": []}  # fmt: skip
-    wanted = [(recipe, seed, share) for seed in options.seeds
-              for share, recipes in ((1.0, options.recipes), (0.5, options.recipes_half)) for recipe in recipes]  # fmt: skip
+    shares = ((1.0, options.recipes), (0.5, options.recipes_half))
+    wanted = [(name, seed, share) for seed in options.seeds for share, names in shares for name in names]
     active: list[tuple[str, subprocess.Popen[bytes]]] = []
     while wanted or active:
         while wanted and len(active) < options.at_once and time.monotonic() - began < options.limit:
@@ -157,9 +160,12 @@ def main() -> None:
             found = json.loads(answer.read_text())
             report["runs"].append(found)
             options.out.write_text(json.dumps(report, indent=1) + "\n")
-            print(f"{found['recipe']:20} seed {found['seed']} {found['tokens']:,} tokens: {found['validation_loss']:.4f}, "
-                  f"{found['seconds']:.1f} s, {found['tokens_per_s']:,} tokens/s, norm x{found['largest_norm_over_median']}, "
-                  f"lr {found['lr']}, {found['outcome']}", flush=True)  # fmt: skip
+            print(
+                f"{found['recipe']:20} seed {found['seed']} {found['tokens']:,} tokens: "
+                f"{found['validation_loss']:.4f}, {found['seconds']:.1f} s, {found['tokens_per_s']:,} tokens/s, norm "
+                f"x{found['largest_norm_over_median']}, lr {found['lr']}, {found['outcome']}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -269,6 +269,7 @@ FAILS: list[tuple[dict[str, Any], dict[str, str]]] = [
         },
     ),
     ({"checkpoint__archive_model_only": True}, {"checkpoint.archive_model_only": "keep_every: 10000"}),
+    ({"recipe": "compatible", "model": {"preset": "10M", "init": "mup"}}, {"recipe": "for dense models"}),
 ]
 
 

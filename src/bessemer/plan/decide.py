@@ -27,7 +27,14 @@ from bessemer.plan.recipe.fine_tuning import (
     sft,
     sft_batch_rows,
 )
-from bessemer.plan.recipe.pretraining import LIMITS_LR, batch_tokens, learning_rate, rate_for_batch, warmup_steps
+from bessemer.plan.recipe.pretraining import (
+    LIMITS_LR,
+    batch_tokens,
+    learning_rate,
+    muon_rate,
+    rate_for_batch,
+    warmup_steps,
+)
 from bessemer.plan.schedule import ScheduleSketch, steps_for, tokens_after
 from bessemer.plan.search.layout import ONE_PROCESS, Layout
 from bessemer.spec.mixture import Mixture
@@ -296,6 +303,10 @@ def decide_lr(
         recipe = fine_tuning(spec, shape)
         rate = (recipe.value.settings["learning_rate"], "of released models, by size", recipe.source)
         return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), recipe.basis))
+    if name == "muon" and not continued:
+        answer = muon_rate(shape.parameters, spec.optimizer.muon.scale)
+        rate = (answer.value, answer.reason, answer.source)
+        return float(plan.choose(key, spec.optimizer.lr, adapter_rate(spec, *rate), answer.basis))
     # The laws are not valid for the few tokens of a continued run.
     tokens = max(tokens, 20 * shape.parameters) if continued else tokens
     answer, usual = learning_rate(shape.parameters, tokens), batch_tokens(shape.parameters, tokens).value

@@ -127,6 +127,9 @@ def decide_shape(spec: RunSpec, source: WeightSource | None, vocab: int, plan: P
         check_wrapped(folder_shape, vocab, context)
         plan.add("model.wrap", True, LIMITS, "asked")
     log_position_scaling(spec, shape, context, plan)
+    if spec.recipe == "compatible":
+        reason = "muon, norms of queries and keys, outputs that start at 0, linear to 0, unless the spec says otherwise"
+        plan.add("recipe", spec.recipe, f"{reason}; measured in docs/optimizers.md", "asked", "empirical at this scale")
     log_sft(spec, plan)
     log_preferences(spec, plan)
     log_rl(spec, shape, context, plan)

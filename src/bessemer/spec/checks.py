@@ -15,6 +15,7 @@ from bessemer.spec.objective_checks import OBJECTIVE_CHECKS, Problem
 from bessemer.spec.optimizer import FUSED, SETTINGS, MuonSpec, memory_problems
 from bessemer.spec.preference import ANSWER_OBJECTIVES
 from bessemer.spec.quantity import format_names
+from bessemer.spec.recipe import recipe_problems
 from bessemer.spec.schedule import schedule_problems
 from bessemer.spec.schema import OBJECTIVES, RunSpec
 from bessemer.spec.shape import preset
@@ -395,6 +396,11 @@ def check_parameter_groups(spec: RunSpec) -> Iterator[Problem]:
                 yield (*at, name, "segments", i, "length"), "a group's segment needs a length in steps: write 500"
 
 
+def check_recipe(spec: RunSpec) -> Iterator[Problem]:
+    for message in recipe_problems(spec):
+        yield ("recipe",), message
+
+
 def check_schedule(spec: RunSpec) -> Iterator[Problem]:
     for key, message in schedule_problems(spec.schedule):
         yield ("schedule", *key), message
@@ -449,6 +455,7 @@ CHECKS: tuple[tuple[Callable[[RunSpec], Iterator[Problem]], tuple[str, ...]], ..
     (check_mask_token, ("data.noise",)),
     (check_optimizer, ("optimizer", "memory", "parallel")),
     (check_archive, ("checkpoint",)),
+    (check_recipe, ("recipe", "model", "objective", "start_from")),
     (check_schedule, ("schedule",)),
     (check_sweep, ("sweep", "budget.steps")),
     (check_rope_scaling, ("model", "data.context")),

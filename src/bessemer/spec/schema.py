@@ -44,6 +44,7 @@ from bessemer.spec.quantity import (
     section,
     setting,
 )
+from bessemer.spec.recipe import expand_recipe
 from bessemer.spec.reward_model import RewardModelSpec
 from bessemer.spec.rl import GKD, RL_OBJECTIVES, RlSpec
 from bessemer.spec.schedule import ScheduleSpec
@@ -274,6 +275,12 @@ class RunSpec(SpecSection):
     rl: RlSpec = section(
         RlSpec, "with objective: grpo, rloo, reinforce, ppo, raft or online_dpo: rollouts and rewards; gkd: rollouts"
     )
+    recipe: Literal["standard", "compatible"] = setting(
+        "standard",
+        "compatible: what reaches a loss soonest among settings that export as a known family, where the spec leaves "
+        "them open: muon, weights that start at zero, norms of queries and keys, a linear decay to zero",
+        "compatible",
+    )
     model: ModelSpec = setting(..., "the network", "10M")
     models: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], OtherModelSpec] = setting(
         {}, "further models that the objective uses, by name", {"reference": "runs/base"}
@@ -338,6 +345,11 @@ class RunSpec(SpecSection):
         if isinstance(value, dict) and value.get("objective") == GKD and isinstance(rl := value.get("rl", {}), dict):
             return {**value, "rl": {"samples": 1, **rl}}
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_recipe(cls, value: Any) -> Any:
+        return expand_recipe(value) if isinstance(value, dict) else value
 
     @model_validator(mode="before")
     @classmethod

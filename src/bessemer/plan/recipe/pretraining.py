@@ -39,6 +39,9 @@ STEP_LAW = "Li et al. 2025, Step Law"
 PUBLISHED = "published runs"
 LAWS = f"{DEEPSEEK}; {STEP_LAW}; {published.SOURCE}"
 LIMITS_LR = 1e-6, 3e-3  # at 0.9M parameters 3e-3 reached a loss of 2.58, 6e-3 2.67, 1e-2 with twice the batch 3.65
+MARIN = "Wen et al. 2025, fantastic pretraining optimizers, refitted to updates of AdamW's size; our runs at 125M"
+# By the unit of updates: (rate, at parameters, exponent of the size, limit).
+MUON_RATES = {"rms": (4e-3, 125e6, -0.85, 8e-3), "spectral": (0.016, 130e6, -0.62, 0.03)}
 WARMUP_STEPS, WARMUP_SHARE = 2000, 0.02
 TOLERANCE = 0.02
 SIZE_LIMITS = 1e6, 2e12
@@ -165,6 +168,18 @@ def learning_rate(parameters: float, tokens: float) -> RecipeAnswer[float]:
     limited = "" if value == median.value else f", kept between {lowest:g} and {highest:g}"
     reason = f"the middle of {_list_laws(laws)}{limited}"
     return RecipeAnswer(float(f"{value:.2g}"), reason, LAWS, _agreement(laws, parameters))
+
+
+def muon_rate(parameters: float, scale: str) -> RecipeAnswer[float]:
+    """Peak learning rate of Muon for training from random weights, in the unit of its updates. The published rates are
+    of half a million tokens a batch; smaller ones were not worse here."""
+    _check_positive(parameters=parameters)
+    largest, size, exponent, highest = MUON_RATES[scale]
+    value = min(highest, largest * (parameters / size) ** exponent)
+    limited = f", at most {highest:g}" if value == highest else ""
+    reason = f"{largest:g} at {human_count(size)} parameters, times the size to the power {exponent:g}{limited}"
+    basis: Basis = "empirical at this scale" if 1e8 <= parameters <= 2e9 else "open question"
+    return RecipeAnswer(float(f"{value:.2g}"), reason, MARIN, basis)
 
 
 def batch_tokens(parameters: float, tokens: float) -> RecipeAnswer[int]:
