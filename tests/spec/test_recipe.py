@@ -73,7 +73,8 @@ def test_learns_faster(tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     for i in range(200):
-        (text / f"{i}.txt").write_text("\n".join(words[(i * 7 + j * (1 + i % 5)) % len(words)] for j in range(40)))
+        lines = (words[(i * 7 + j * (1 + i % 5)) % len(words)] for j in range(40))
+        (text / f"{i}.txt").write_text("\n".join(lines))
     losses = {}
     for recipe in ("standard", "compatible"):
         made = RunSpec.model_validate({
