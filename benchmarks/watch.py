@@ -1,7 +1,6 @@
 """How long does the page take to open a long run and to zoom into it?
 
-    python benchmarks/watch.py --save
-    python benchmarks/watch.py --steps 100000 --tensorboard /tmp/tb/bin/python --save
+    python benchmarks/watch.py --tensorboard .venv/bin/python --save
 
 A journal of made-up steps is written. Measured: the first reading of the journal into columns; a cold open, which
 shows a sample; a warm open and zooms (by the server for all charts; and in Chromium, where it and playwright are
@@ -67,28 +66,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--numbers", type=int, default=40, help="in each record")
     parser.add_argument("--tensorboard", help="a Python that has tensorboard")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE-watch-STEPS.json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE-watch.json")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        os.environ["XDG_CACHE_HOME"] = str(folder / "caches")
-        journal = write_run(folder / "runs" / "long", arguments.steps, arguments.numbers)
-        results = {"journal_bytes": journal.stat().st_size, "bessemer": measure(folder, journal)}
-        if arguments.tensorboard:
-            command = [arguments.tensorboard, "-c", TENSORBOARD, str(journal), str(folder / "events")]
-            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            results["tensorboard"] = json.loads(output.splitlines()[-1])
-    report = {
+    report: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} by other work",
-        "steps": arguments.steps, "numbers": arguments.numbers, **results,
+        "steps": arguments.steps, "numbers": arguments.numbers,
     }  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "caches")
+        journal = write_run(folder / "runs" / "long", arguments.steps, arguments.numbers)
+        report |= {"journal_bytes": journal.stat().st_size, "bessemer": measure(folder, journal)}
+        write(report, arguments.save)  # the rest takes many minutes
+        if arguments.tensorboard:
+            command = [arguments.tensorboard, "-c", TENSORBOARD, str(journal), str(folder / "events")]
+            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            report["tensorboard"] = json.loads(output.splitlines()[-1])
+            write(report, arguments.save)
+
+
+def write(report: dict[str, Any], save: bool) -> None:
     text = json.dumps(report, indent=1)
-    print(text)
-    if arguments.save:
-        path = Path(__file__).parent / "results" / f"{report['date']}-watch-{arguments.steps}.json"
+    print(text, flush=True)
+    if save:
+        path = Path(__file__).parent / "results" / f"{report['date']}-watch.json"
         path.write_text(text + "\n")
 
 

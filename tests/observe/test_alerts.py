@@ -28,11 +28,11 @@ pytest.importorskip("apprise", reason="apprise is not installed: pip install 'be
 
 
 class Endpoint:
-    """An HTTP server that Apprise posts JSON to. `status` is what it answers."""
+    """An HTTP server that Apprise posts JSON to. `status` and `answer` are what it answers."""
 
     def __init__(self) -> None:
         self.received: list[dict[str, Any]] = []
-        self.status = 200
+        self.status, self.answer = 200, b""
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -42,6 +42,7 @@ class Endpoint:
                     endpoint.received.append(content)
                 self.send_response(endpoint.status)
                 self.end_headers()
+                self.wfile.write(endpoint.answer)
 
             def log_message(self, *_: Any) -> None: ...
 
@@ -164,12 +165,30 @@ def test_a_message_waits_for_the_network_and_is_sent_once(run: RunWriter, endpoi
     endpoint.status = 503
     run.event("hang", step=3, reason="no step for 10 min")
     for _ in range(2):
-        with pytest.raises(ConnectionError, match="1 messages wait: TEAM_URL did not take them"):
+        with pytest.raises(ConnectionError, match=r"1 messages wait, they were not taken by TEAM_URL: .*error=503"):
             watcher.forward()
     watcher.release()
     endpoint.status = 200
     assert watch(run).forward() == 1, "another process delivers it"
     assert endpoint.titles == ["demo: hang at step 3"]
+
+
+def test_the_reason_of_a_refusal_is_told_without_secrets(
+    run: RunWriter, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEAM_URL", f"{endpoint.url}/T0KEN%2Fsecret?+key=private")
+    endpoint.status, endpoint.answer = 410, b'{"error": "the channel of T0KEN/secret is archived, key private"}'
+    watcher = watch(run, routes=[{"to": "TEAM_URL", "on": ["hang"]}])
+    run.event("hang", step=3, reason="no step for 10 min")
+    with pytest.raises(ConnectionError) as refused:
+        watcher.forward()
+    assert "error=410" in str(refused.value) and "is archived" in str(refused.value)
+    assert not any(secret in str(refused.value) for secret in ("T0KEN", "secret", "private"))
+    endpoint.server.shutdown()
+    endpoint.server.server_close()
+    with pytest.raises(ConnectionError, match="refused") as gone:
+        watcher.forward()
+    assert "T0KEN" not in str(gone.value) and "secret" not in str(gone.value)
 
 
 def test_events_before_the_first_start_with_alerts_are_no_news(run: RunWriter, endpoint: Endpoint) -> None:

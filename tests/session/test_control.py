@@ -1,5 +1,6 @@
 """A live run obeys requests between two steps, and records what became of them."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import bessemer.run.control
 import bessemer.train.control
 from bessemer.errors import UserError
+from bessemer.observe.profile import read_trace, step_time
 from bessemer.observe.view import RunView
 from bessemer.run.control import ControlRequest, RequestReader, answer_of, write_request
 from bessemer.run.directory import Run
@@ -83,10 +85,38 @@ def test_the_learning_rate_is_scaled_from_the_next_step_on(make_spec: Callable[.
     assert factors == pytest.approx(expected)
 
 
+def test_steps_are_profiled_by_request_and_the_run_goes_on(make_spec: Callable[..., RunSpec]) -> None:
+    _, plain = train(make_spec("plain"))
+    outcome, run = train(
+        make_spec("profiled", guard={"look_every": 8}), at_3=("profile", 4), at_6=("profile", None),
+        at_24=("profile", 3), at_36=("profile", 9),
+    )  # fmt: skip
+    assert outcome.kind == "finished"
+    assert [record["loss"] for record in run.metrics()] == [record["loss"] for record in plain.metrics()]
+    answers = [(event["done"], event["reason"]) for event in run.events("control")]
+    assert [done for done, _ in answers] == [True, False, True, False]
+    assert "already" in answers[1][1] and "are left" in answers[3][1]
+    first, second = run.events("profiled")
+    assert first["steps"] == 4 and second["steps"] == 3 and first["who"] == "a test" and first["step_s"] > 0
+    for event in (first, second):
+        time = step_time(read_trace(run.profiles / event["traces"][0]))
+        assert time.parts["matmul"] > 0 and sum(time.parts.values()) == pytest.approx(time.wall)
+    steps = [json.loads(line)["step"] for line in run.layers_path.read_text().splitlines()]
+    assert steps == [0, 8, 16, 24, 32]
+
+
+def test_a_stop_ends_a_profile_without_a_trace(make_spec: Callable[..., RunSpec]) -> None:
+    outcome, run = train(make_spec("stopped"), at_3=("profile", 20), at_12=("stop", None))
+    assert outcome.kind == "interrupted" and not list(run.events("profiled")) and not list(run.profiles.iterdir())
+    outcome, run = train(make_spec("stopped"), at_30=("profile", 2))
+    assert outcome.kind == "finished" and len(list(run.events("profiled"))) == 1
+
+
 def test_what_cannot_be_asked(make_spec: Callable[..., RunSpec], tmp_path: Any) -> None:
     for action, value, match in (
         ("jump", None, "no such action"), ("lr", None, "factor"), ("lr", 0, "factor"), ("lr", "x", "not a number"),
-        ("save", 3, "takes no value"), ("rollback", -1, "not a number"), ("rollback", "inf", "not a number"),
+        ("save", 3, "takes no value"), ("profile", 0, "from 1 to"), ("profile", 2.5, "from 1 to"),
+        ("rollback", -1, "not a number"), ("rollback", "inf", "not a number"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=match):
             ControlRequest.make(action, value)

@@ -33,6 +33,12 @@ def write_run(runs: Path, name: str, steps: int = 60, offset: float = 0.0) -> Ru
                 run.validation({"step": step + 1, "loss": loss + 0.1, "per_source": {"words": loss}})
                 run.rank_record({"step": step, "balance": 1.1, "own_s": [0.4, 0.5], "data_wait_s": [0.0, 0.1],
                                  "memory_bytes": [1, 2], "bubble_s": [0.0, 0.0]})  # fmt: skip
+                dead = [0.0, math.nan if step == 29 else step / 60]
+                run.layer_record({"step": step, "grad_norm": {"embedding": 0.5, "blocks.0": 10.0 ** (step // 10)},
+                                  "dead": {f"blocks.{i}": share for i, share in enumerate(dead)}})  # fmt: skip
+                run.system_record({"step": step, "time": 1e9 + step, "cpu_busy_share": 0.5, "ram_bytes": 1 << 33,
+                                   "gpu_power_w": 690.0, "gpu_temperature_c": 60, "gpu_busy_share": 1.0,
+                                   "gpu_throttle": 4, "disk_read_bytes_per_s": 5 << 20})  # fmt: skip
         run.event("veto", step=30, reason="not finite", loss=math.nan, grad_norm=math.nan,
                   statistics={}, documents=[])  # fmt: skip
         (run.folder / "reports" / "anomaly-000030.html").write_text(f"<!doctype html><title>30</title><p>{MARKUP}")

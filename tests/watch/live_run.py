@@ -63,7 +63,7 @@ def main(runs: str, name: str, steps: str, seconds: str, lr: str = "0.01") -> No
         "tokenizer": {"vocab": 300},
         "data": {"sources": {"words": {"path": [str(corpus)]}}, "context": 32, "validation": 0.1},
         "budget": {"steps": int(steps), "batch": 128}, "optimizer": {"lr": float(lr)}, "precision": "fp32",
-        "parallel": {"device": "cpu", "threads": 1}, "guard": {"warmup": 8, "window": 32},
+        "parallel": {"device": "cpu", "threads": 1}, "guard": {"warmup": 8, "window": 32, "look_every": 5},
         "checkpoint": {"every": 20}, "evaluate": {"every": 10, "tokens": 512},
     }  # fmt: skip
     Session(RunSpec.model_validate(spec), faults=SlowWithOneBadStep(float(seconds))).train()

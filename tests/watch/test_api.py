@@ -25,7 +25,7 @@ from bessemer.watch import library as library_module
 from bessemer.watch.access import MAX_BODY_BYTES, MAX_QUERY_BYTES, PageAccess
 from bessemer.watch.app import MODULES, Pages, make_app
 from bessemer.watch.export import export_run
-from bessemer.watch.library import Library, open_library
+from bessemer.watch.library import LAYER_BINS, Library, open_library
 
 MARKUP = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'> & more"
 
@@ -45,8 +45,11 @@ def test_the_list_and_one_run(runs: Path) -> None:
     facts = page.get("/api/runs/second%20run").json()
     assert facts["decisions"][0]["value"] == 0.02 and "lr: 0.02" in facts["spec"]
     assert facts["reports"] == ["anomaly-000030"] and facts["ranks"]["own_s"] == [0.4, 0.5]
-    rows = page.get("/api/compare?runs=first|second run").json()["rows"]
-    assert {"key": "optimizer.lr", "values": [0.01, 0.02]} in rows
+    compared = page.get("/api/compare?runs=first|second run").json()
+    assert {"key": "optimizer.lr", "values": [0.01, 0.02]} in compared["rows"]
+    results = {row["key"]: row["values"] for row in compared["results"]}
+    assert list(results) == ["tokens/s", "loss", "validation loss"]
+    assert results["validation loss"][1] == pytest.approx(results["validation loss"][0] + 0.01)
 
 
 def test_series_by_step_tokens_and_time(runs: Path) -> None:
@@ -65,6 +68,36 @@ def test_series_by_step_tokens_and_time(runs: Path) -> None:
     assert seconds[-1] == pytest.approx(30.0)
     placed = page.get("/api/runs/first/events?x=time").json()["events"]
     assert next(event for event in placed if event["kind"] == "veto")["place"] == pytest.approx(15.5)
+
+
+def test_layers_are_rows_of_a_picture(runs: Path) -> None:
+    page = client(runs)
+    answer = page.get("/api/runs/first/layers").json()
+    assert answer["x"] == [9, 19, 29, 39, 49, 59] and answer["available"] == ["grad_norm", "dead"]
+    norms, dead = answer["maps"]["grad_norm"], answer["maps"]["dead"]
+    assert norms["layers"] == ["embedding", "blocks.0"] and norms["rows"][1] == [1, 10, 100, 1000, 10000, 100000]
+    assert dead["bad"] == [[1, 2]] and dead["rows"][1][2] is None and dead["rows"][1][5] == pytest.approx(59 / 60)
+    answer = page.get("/api/runs/first/layers?quantities=grad_norm|none&x=tokens&from=2000&to=4000").json()
+    assert list(answer["maps"]) == ["grad_norm"] and answer["x"][0] <= 2000 <= answer["x"][1]
+
+
+def test_many_layer_samples_are_thinned_to_their_highest(runs: Path, new_run: Callable[..., Run]) -> None:
+    run = new_run("deep", steps=1)
+    with RunWriter(run.folder) as writer:
+        for step in range(5 * LAYER_BINS):
+            writer.layer_record({"step": step, "update_ratio": {"blocks.0": 9.0 if step == 777 else 1e-3}})
+    answer = client(runs).get("/api/runs/deep/layers").json()
+    row = answer["maps"]["update_ratio"]["rows"][0]
+    assert len(row) == len(answer["x"]) == LAYER_BINS and row.index(9.0) == 777 // 5 and row.count(9.0) == 1
+
+
+def test_readings_of_the_machine_are_curves(runs: Path) -> None:
+    page = client(runs)
+    names = page.get("/api/runs/first/names").json()["names"]["system"]
+    assert {"step", "gpu_power_w", "cpu_busy_share"} <= set(names)
+    (group,) = page.get("/api/runs/first/series?names=system:gpu_power_w|system:ram_bytes").json()["groups"]
+    assert group["journal"] == "system" and group["series"]["system:gpu_power_w"]["mean"] == [690.0] * 6
+    assert group["series"]["system:ram_bytes"]["mean"][0] == 1 << 33
 
 
 def test_events_lead_to_their_reports(runs: Path) -> None:

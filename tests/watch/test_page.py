@@ -21,7 +21,8 @@ pytest.importorskip("msgspec")
 
 from playwright.sync_api import sync_playwright
 
-from bessemer.run.directory import Run
+from bessemer.observe.profile import read_trace
+from bessemer.run.directory import Run, RunWriter
 from bessemer.watch.app import CHARTS, page_file
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -225,8 +226,10 @@ def test_every_tab_on_a_phone_and_in_the_dark(folder: Path, browser: Any) -> Non
     assert sum(int(part) for part in dark[4:-1].split(",")) < 150
     shoot(page, "dark")
     page.set_viewport_size({"width": 390, "height": 800})
-    for number, tab in enumerate(["curves", "events", "plan", "spec", "samples", "checkpoints", "ranks", "compare"], 1):
-        page.keyboard.press(str(number))
+    for number, tab in enumerate(
+        ["curves", "events", "plan", "spec", "samples", "checkpoints", "ranks", "compare", "layers", "system"], 1
+    ):
+        page.keyboard.press(str(number % 10))
         page.wait_for_selector(f"#panel[data-tab='{tab}']")
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, tab
         shoot(page, f"phone-{tab}")
@@ -262,6 +265,76 @@ def test_control_from_the_page(folder: Path, browser: Any) -> None:
     assert server.wait(60) == 0
 
 
+def test_layers_readings_and_a_profile_of_a_live_run(folder: Path, browser: Any) -> None:
+    server = start_server(folder, free_port(), "--control")
+    page = open_page(browser, f"{server.address}&run=live")  # type: ignore[attr-defined]
+    page.click("#control >> text=Profile 10 steps")
+    page.keyboard.press("9")
+    page.wait_for_selector("canvas.heat[data-name='gradient norm']")
+    layers = page.evaluate("document.querySelector(\"canvas.heat[data-name='gradient norm']\").height")
+    assert layers == 4  # the embedding, two blocks, the last norm
+    colours = """(() => { const canvas = document.querySelector("canvas.heat[data-name='gradient norm']");
+        const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        const colours = Array.from({ length: pixels.length / 4 }, (_, i) => pixels.slice(4 * i, 4 * i + 4).join());
+        return new Set(colours).size; })()"""
+    assert page.evaluate(colours) > 4
+    assert page.locator("canvas.heat").count() == 3
+    page.click("#panel .tools >> text=weight norm")
+    until(page, "document.querySelectorAll('canvas.heat').length === 4")
+    page.hover("canvas.heat[data-name='update ratio']")
+    until(page, "/ · /.test([...document.querySelectorAll('#panel .read')].map(one => one.textContent).join())")
+    shoot(page, "layers")
+    page.keyboard.press("0")
+    until(page, "document.querySelector(\"[data-name='system:cpu_busy_share']\")?.dataset.points > 1")
+    assert page.inner_text("[data-name='system:ram_bytes'] .read").endswith("iB")
+    assert page.locator("[data-name^='system:gpu']").count() == 0  # absent, not zero
+    shoot(page, "system")
+    page.keyboard.press("2")
+    page.wait_for_selector("#panel >> text=Profile", timeout=LONG_MS)
+    page.click("#panel button >> text=Profile >> nth=0")
+    page.wait_for_selector("#profile-parts td")
+    assert "matmul" in page.inner_text("#profile-parts")
+    with page.expect_download() as download:
+        page.click("#dialog a[download]")
+    assert read_trace(Path(download.value.path()))
+    shoot(page, "profile")
+    assert page.problems == []
+    page.close()
+    end(server)
+
+
+def test_runs_of_a_sweep_as_parallel_coordinates(browser: Any, tmp_path: Path) -> None:
+    for i, (lr, name) in enumerate([(1e-4, "adamw"), (1e-3, "adamw"), (1e-2, "muon"), (3e-2, "muon")]):
+        with RunWriter(tmp_path / "runs" / f"trial-{i}") as run:
+            run.write_file(
+                "spec.yaml",
+                f"name: trial-{i}\noptimizer:\n  lr: {lr}\n  name: {name}\nbudget:\n  batch: {512 << i % 2}\n",
+            )
+            run.event("started", step=0, total_steps=2)
+            for step in range(2):
+                run.step({"step": step, "loss": 3.0 - i / 2 - step / 10, "step_s": 0.1, "tokens_per_s": 100.0})
+            run.validation({"step": 2, "loss": 3.1 - i / 2})
+            run.event("finished", step=2, reason="done")
+    server = start_server(tmp_path / "runs", free_port())
+    page = open_page(browser, f"{server.address}?run=trial-0&tab=compare")  # type: ignore[attr-defined]
+    page.click("text=Compare all shown")
+    page.wait_for_selector(".parallel polyline")
+    assert page.locator(".parallel polyline").count() == 4
+    box = page.locator(".parallel [data-axis='validation loss']").bounding_box()
+    page.mouse.move(box["x"] + 10, box["y"] + box["height"] - 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 10, box["y"] + 0.55 * box["height"], steps=4)
+    page.mouse.up()  # the lower half: the two best
+    out = "[...document.querySelectorAll('.parallel polyline.out')].map(line => line.dataset.run).join()"
+    assert page.evaluate(out) == "trial-0,trial-1"
+    shoot(page, "parallel")
+    page.click(".parallel text.name >> text=validation loss")
+    assert page.evaluate(out) == ""
+    assert "optimizer.lr" in page.inner_text("#panel table") and page.problems == []
+    page.close()
+    end(server)
+
+
 def wait_for_control(run: Run, action: str) -> dict[str, Any]:
     give_up = time.monotonic() + LONG_MS / 1000
     while True:
@@ -282,8 +355,8 @@ def test_an_exported_file_needs_no_server(folder: Path, browser: Any, tmp_path: 
     page.evaluate("document.querySelector(\"[data-name='loss'] .mark[data-kind='veto']\").click()")
     page.frame_locator("#dialog iframe").locator("h1").wait_for()
     page.keyboard.press("Escape")
-    for number in range(2, 9):
-        page.keyboard.press(str(number))
+    for number in range(2, 11):
+        page.keyboard.press(str(number % 10))
         until(page, "document.querySelector('#panel').dataset.tab")
     assert page.problems == []
     page.close()

@@ -12,9 +12,9 @@ pytest.importorskip("msgspec")
 from typer.testing import CliRunner
 
 from bessemer.cli.main import app
-from bessemer.plan.cost_model.cost import load_prices
+from bessemer.plan.cost_model.cost import list_price, load_prices
 from bessemer.run.directory import Run, RunWriter
-from bessemer.watch.report import BINS, RunReport, list_price
+from bessemer.watch.report import BINS, RunReport
 
 
 @pytest.fixture

@@ -124,12 +124,14 @@ def report(
 
 def control(
     run: Path = RUN,
-    action: str = typer.Argument(help="save, evaluate, stop, pause, resume, lr FACTOR, or rollback [STEP]."),
-    value: float | None = typer.Argument(None, help="The factor of lr, or the step of rollback."),
+    action: str = typer.Argument(
+        help="save, evaluate, stop, pause, resume, lr FACTOR, rollback [STEP], or profile [STEPS]."
+    ),
+    value: float | None = typer.Argument(None, help="The factor of lr, the step of rollback, or the steps of profile."),
     wait: float = typer.Option(ANSWER_S, "--wait", min=0, help="Seconds to wait for the run's answer."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Ask a live run to save, evaluate, stop, pause, resume, change its learning rate, or roll back.
+    """Ask a live run to save, evaluate, stop, pause, resume, change its learning rate, roll back, or profile steps.
 
     The run obeys between two steps, on all ranks in the same step, and records who asked.
 

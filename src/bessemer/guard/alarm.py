@@ -107,6 +107,8 @@ ADVICE = {
     "loss_scale": "gradients overflow in fp16 at every scale; use precision: bf16, roll back to before the scale fell",
     "slowdown": "a throttled or shared device, slow storage or network, a host that swaps; look at clocks, temperature "
     "and what else runs there",
+    "throttled": "heat, a lowered power limit or a weak supply holds the clock of a GPU down; look at its temperature, "
+    "fans and limits (nvidia-smi -q -d CLOCK,POWER,TEMPERATURE), and move the run if it lasts",
     "data_wait": "reading or tokenizing is slower than the model; prepare the data first (bessemer data), or use "
     "faster storage",
     "straggler": "a throttled device, a shared host or a slow link on those ranks; look at their hosts and replace "

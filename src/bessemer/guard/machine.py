@@ -1,11 +1,11 @@
 """Detectors of the machine and of settings: speed and memory against the plan, slowdowns, data wait, stragglers, memory
-growth, clocks, learning rate, loss scale.
+growth, throttled GPUs, clocks, learning rate, loss scale.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bessemer.guard.alarm import BLOCK, Alarm, Record, Severity, StepBlock, debounce, make_alarm, median, theil_sen
@@ -125,6 +125,68 @@ class SpeedDetector:
             "straggler", block.step, "warning", "; ".join(symptoms), 0.9, ranks=sorted(lasting), usual_s=usual,
             own_s=[lasting[rank] for rank in sorted(lasting)], step_s=step_s,
         )  # fmt: skip
+
+
+# NVML's reasons for a clock below its highest: bits of `gpu_throttle`. Other bits are settings, or an idle GPU.
+POWER_CAP = 0x4
+HEAT_OR_SUPPLY = {0x8: "a hardware slowdown", 0x20: "its temperature (software)", 0x40: "its temperature (hardware)",
+                  0x80: "a power brake of the supply"}  # fmt: skip
+THROTTLED_S = 60.0  # without a break
+LOST = 0.05  # of the clock that counts
+CAPPED_READINGS = 60  # under the power limit, whose median is a clock that the run holds
+PEERS = 3  # ranks whose median is one at once
+
+
+@dataclass
+class ThrottleDetector:
+    """GPUs whose SM clock power or heat hold down. Heat is measured against the highest clock. A power limit holds
+    every busy large GPU below that, so it is measured against the clock that this run's GPUs hold under it."""
+
+    hosts: list[str]  # of the ranks
+    since_s: dict[int, float] = field(default_factory=dict)  # rank -> when it was first seen throttled, without a break
+    usual_mhz: float = 0.0  # the highest clock that was held under the power limit
+    capped_mhz: list[float] = field(default_factory=list)  # of the median rank, since usual_mhz was last compared
+    active: dict[str, int] = field(default_factory=dict)
+
+    def readings(
+        self, step: int, now_s: float, reasons: Sequence[float | None], clock_mhz: Sequence[float | None],
+        max_mhz: Sequence[float | None],
+    ) -> list[Alarm]:  # fmt: skip
+        """From one reading of each rank; None is unknown."""
+        capped = [
+            clock for bits, clock in zip(reasons, clock_mhz, strict=True)
+            if bits is not None and clock and int(bits) & POWER_CAP
+        ]  # fmt: skip
+        self._learn_usual(capped)
+        lost: dict[int, tuple[float, str]] = {}
+        for rank, (bits, clock, highest) in enumerate(zip(reasons, clock_mhz, max_mhz, strict=True)):
+            heat = next((words for bit, words in HEAT_OR_SUPPLY.items() if int(bits or 0) & bit), "")
+            reference = highest if heat else self.usual_mhz if int(bits or 0) & POWER_CAP else None
+            if clock and reference and clock < (1 - LOST) * reference:
+                words = f"{clock:,.0f} MHz instead of {reference:,.0f}, held by {heat or 'its power limit'}"
+                lost[rank] = 1 - clock / reference, words
+        self.since_s = {rank: self.since_s.get(rank, now_s) for rank in lost}
+        lasting = [rank for rank in lost if now_s - self.since_s[rank] >= THROTTLED_S]
+        if not debounce(self.active, "throttled", bool(lasting), REARM):
+            return []
+        worst = max(lasting, key=lambda rank: lost[rank][0])
+        where = f"rank {worst} ({self.hosts[worst]}): " if len(self.hosts) > 1 else ""
+        share, words = lost[worst]
+        return make_alarm(
+            "throttled", step, "warning", f"throttled, -{share:.0%}: {where}the SM clock is {words}", 0.9,
+            lost={str(rank): round(lost[rank][0], 4) for rank in lasting}, clock_mhz=clock_mhz[worst],
+        )  # fmt: skip
+
+    def _learn_usual(self, capped: Sequence[float]) -> None:
+        if not capped:
+            return
+        middle = median(capped)
+        self.capped_mhz.append(middle)
+        if len(capped) >= PEERS:
+            self.usual_mhz = max(self.usual_mhz, middle)
+        if len(self.capped_mhz) == CAPPED_READINGS:
+            self.usual_mhz = max(self.usual_mhz, median(self.capped_mhz))
+            self.capped_mhz = []
 
 
 @dataclass

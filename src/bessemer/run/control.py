@@ -34,7 +34,9 @@ ACTIONS: dict[str, str | None] = {
     "resume": None,
     "lr": "factor on the schedule's learning rate from now on",
     "rollback": "step to go back to; the newest healthy state if left out",
+    "profile": "steps to profile; 10 if left out",
 }
+MOST_PROFILED = 100  # steps: a trace grows by megabytes a step
 MAX_BYTES, MAX_WAITING = 4096, 64
 POLL_S = 0.5
 
@@ -62,6 +64,8 @@ class ControlRequest:
             raise UserError("lr needs a factor above 0 and at most 100, such as 0.5")
         if action == "rollback" and number is not None and not (math.isfinite(number) and number >= 0):
             raise UserError(f"rollback {value}: the step is not a number from 0 up")
+        if action == "profile" and number is not None and number not in range(1, MOST_PROFILED + 1):
+            raise UserError(f"profile {value}: the number of steps is from 1 to {MOST_PROFILED}")
         if ACTIONS[action] is None and number is not None:
             raise UserError(f"{action} takes no value")
         who = who or f"{getpass.getuser()} on {socket.gethostname()}"

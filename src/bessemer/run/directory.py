@@ -5,9 +5,12 @@
       metrics/steps.jsonl            one record per step
       metrics/validation.jsonl       one record per evaluation
       metrics/ranks.jsonl            with several processes: the speed of each, every few steps
+      metrics/layers.jsonl           one record per layer sample of the guard
+      metrics/system.jsonl           readings of the machine, every few seconds
       layout.json                    with several processes: what each holds
       events.jsonl                   every decision, when it was made
       control/                       requests to the live run, see control.py
+      profiles/                      traces of steps that were profiled by request
       checkpoints/  reports/  logs/rank-N.log
 
 The state of a run is not stored: it follows from the last life-cycle event and from whether the owner is alive, so that
@@ -79,6 +82,18 @@ class Run:
         return self.folder / "metrics" / "ranks.jsonl"
 
     @property
+    def layers_path(self) -> Path:
+        return self.folder / "metrics" / "layers.jsonl"
+
+    @property
+    def system_path(self) -> Path:
+        return self.folder / "metrics" / "system.jsonl"
+
+    @property
+    def profiles(self) -> Path:
+        return self.folder / "profiles"
+
+    @property
     def events_path(self) -> Path:
         return self.folder / "events.jsonl"
 
@@ -135,6 +150,7 @@ class RunWriter(Run):
             self._validation = Journal(self.validation_path)
             self._events = Journal(self.events_path)
             self._ranks = Journal(self.ranks_path) if self.ranks_path.exists() else None
+            self._layers, self._system = Journal(self.layers_path), Journal(self.system_path)
         except OSError as error:
             self.lock.release()
             path = error.filename or self.folder
@@ -146,9 +162,13 @@ class RunWriter(Run):
 
     @property
     def _journals(self) -> dict[str, Journal]:
-        """Journals by their path in the run folder."""
+        """Journals that checkpoints hold a copy of, by their path in the run folder."""
         journals = [self._steps, self._validation, self._events, *([self._ranks] if self._ranks else [])]
         return {self._key(journal.path): journal for journal in journals}
+
+    @property
+    def _all_journals(self) -> list[Journal]:
+        return [*self._journals.values(), self._layers, self._system]
 
     def _append(self, journal: Journal, record: Record) -> None:
         with contextlib.suppress(OSError):  # the record waits in the journal; see `unwritten`
@@ -157,7 +177,7 @@ class RunWriter(Run):
     @property
     def unwritten(self) -> str:
         """Why records wait in memory; empty if none do."""
-        return next((journal.fault for journal in self._journals.values() if journal.fault), "")
+        return next((journal.fault for journal in self._all_journals if journal.fault), "")
 
     def step(self, record: Record) -> None:
         self._append(self._steps, record)
@@ -168,6 +188,13 @@ class RunWriter(Run):
     def rank_record(self, record: Record) -> None:
         self._ranks = self._ranks or Journal(self.ranks_path)  # runs of one process have none
         self._append(self._ranks, record)
+
+    def layer_record(self, record: Record) -> None:
+        self._append(self._layers, record)
+
+    def system_record(self, record: Record) -> None:
+        """Readings of the machine. They stay when the run goes back: the time was spent."""
+        self._append(self._system, record)
 
     def event(self, kind: str, **details: Any) -> Record:
         """Record an event with the current time."""
@@ -181,6 +208,7 @@ class RunWriter(Run):
         self._validation.cut(lambda record: step > 0 and _step(record) <= step)
         if self._ranks:
             self._ranks.cut(lambda record: _step(record) < step)
+        self._layers.cut(lambda record: _step(record) < step)
         self._log_cut(step, removed)
         return removed
 
@@ -201,6 +229,7 @@ class RunWriter(Run):
             self.remove_metrics_from(step)
             return self._log_missing(step)
         removed = find_end(self.steps_path, lambda record: _step(record) < step)[1]
+        self._layers.cut(lambda record: _step(record) < step)
         repairs = []
         if self._ranks is None and self._key(self.ranks_path) in saved:
             self._ranks = Journal(self.ranks_path)
@@ -230,11 +259,11 @@ class RunWriter(Run):
 
     def sync(self) -> None:
         """Make all records survive a power cut. OSError if a record cannot be written."""
-        for journal in self._journals.values():
+        for journal in self._all_journals:
             journal.sync()
 
     def close(self) -> None:
-        for journal in self._journals.values():
+        for journal in self._all_journals:
             journal.close()
         self.lock.release()
 
@@ -261,6 +290,8 @@ class RunReader(RunWriter):
     def step(self, record: Record) -> None: ...
     def validation(self, record: Record) -> None: ...
     def rank_record(self, record: Record) -> None: ...
+    def layer_record(self, record: Record) -> None: ...
+    def system_record(self, record: Record) -> None: ...
     def write_file(self, name: str, text: str) -> None: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...

@@ -53,6 +53,7 @@ from bessemer.train.device import measure_machine, pick_device, use_threads
 from bessemer.train.job import Interrupt, Job, Outcome
 from bessemer.train.loop import is_evaluated, train_loop
 from bessemer.train.memory.fit import out_of_memory, report_out_of_memory
+from bessemer.train.readings import SystemReadings
 
 
 def run_folder(spec: RunSpec) -> Path:
@@ -236,7 +237,8 @@ class Session:
             job.spec.guard.detect.hang, hangs.report, on_end=hangs.end_process if several else None,
             on_pause=hangs.report_pause, peers=hangs if several else None,
         )  # fmt: skip
-        with self._signals(job), watchdog as job.guard.watchdog:
+        readings = SystemReadings(job.recorder, job.engine.device, job.guard.detectors.hosts, job.world.main)
+        with self._signals(job), watchdog as job.guard.watchdog, readings as job.recorder.readings:
             while True:
                 try:
                     outcome = train_loop(job)

@@ -44,14 +44,14 @@ ALERT_EVENTS = (
 # Alarms of the detectors, which are routed by name or all by `alarm`; `throughput` stands for SLOW.
 ALARMS = (
     "nonfinite", "spike", "divergence", "oscillation", "plateau", "gradient_exploding", "gradient_vanishing",
-    "learning_rate", "loss_scale", "slowdown", "data_wait", "straggler", "weights_differ", "memory_growth",
-    "clock_jump", "overfitting", "nonfinite_layer", "layer_gradient_exploding", "layer_gradient_vanishing",
-    "update_large", "update_small", "activation_growth", "dead_units", "saturated_units",
+    "learning_rate", "loss_scale", "slowdown", "data_wait", "straggler", "throttled", "weights_differ",
+    "memory_growth", "clock_jump", "overfitting", "nonfinite_layer", "layer_gradient_exploding",
+    "layer_gradient_vanishing", "update_large", "update_small", "activation_growth", "dead_units", "saturated_units",
     "attention_logit_growth", "attention_entropy_collapse", "reward_hacking", "kl_runaway", "entropy_collapse",
     "length_drift", "format_collapse", "equal_groups", "reward_drift", "over_optimisation",
     "likelihood_displacement", "router_collapse", "plan_speed", "plan_memory",
 )  # fmt: skip
-SLOW = ("slowdown", "data_wait", "straggler", "plan_speed")
+SLOW = ("slowdown", "data_wait", "straggler", "throttled", "plan_speed")
 USUAL = [
     "failed", "stopped", "died", "hang", "rollback", "not_recovered", "divergence", "throughput", "finished", "rules",
 ]  # fmt: skip

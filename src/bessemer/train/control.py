@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bessemer.run.control import ACTIONS, EVENT, POLL_S, ControlRequest
 from bessemer.train.job import Adjustment, Job
+from bessemer.train.profile import WARMUP, profile_by_request
 
 if TYPE_CHECKING:
     from bessemer.train.loop import Due
@@ -66,6 +67,10 @@ def obey(job: Job, due: Due, request: ControlRequest, done: int) -> Due:
             return replace(due, signal=due.signal or wait_for_resume(job, request, done))
         case "resume":
             answer(job, request, done, "the run was not paused", done=False)
+        case "profile":
+            refusal = profile_by_request(job, request, done)
+            plan = f"the steps from {done + WARMUP:,} on, after {WARMUP} to warm up"
+            answer(job, request, done, refusal or plan, done=not refusal)
     return due
 
 

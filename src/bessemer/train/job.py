@@ -102,6 +102,18 @@ class TaskScores(Protocol):
         ...
 
 
+class RankReadings(Protocol):
+    """The newest readings of the machine; see `readings.py`."""
+
+    def of_rank(self) -> list[float]:
+        """What this rank tells the others."""
+        ...
+
+    def alarms(self, step: int, ranks: dict[str, list[Any]] | None, now_s: float) -> list[Alarm]:
+        """On rank 0: alarms about the readings of all ranks."""
+        ...
+
+
 class Profiler(Protocol):
     """Measures where the time of a step goes; see `profile.py`."""
 
@@ -264,6 +276,7 @@ class Recorder:
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=1024))  # records of the last steps
     profiler: Profiler | None = None
     requests: RequestReader | None = None  # from outside, on rank 0
+    readings: RankReadings | None = None
     write_error: str = ""  # why records wait in memory, as last reported
     disk_full: bool = False  # records wait and a save has failed: the loop ends
 

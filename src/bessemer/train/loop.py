@@ -8,6 +8,7 @@ counts attempts, from 0: data position and schedule advance on a veto, the optim
 from __future__ import annotations
 
 import bisect
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +23,9 @@ from bessemer.train.control import NUMBERS, from_numbers, next_request, obey, to
 from bessemer.train.device import memory_in_use, synchronize
 from bessemer.train.forgetting import check_watched_sources, end_forgetting_run, judge_forgetting, rises
 from bessemer.train.job import Abandoned, Incident, Job, Outcome
+from bessemer.train.profile import RequestedProfiler
 from bessemer.train.rank_report import by_rank, in_own_slot
+from bessemer.train.readings import RANK_READINGS
 from bessemer.train.step import StepResult, attempt_step, judge_and_update, record_alarm, report_step
 
 DISK_FULL = "full disk"  # in place of a signal's name
@@ -41,6 +44,8 @@ def train_loop(job: Job) -> Outcome:
         raise
     if job.rollouts and outcome.kind != "incident":
         job.rollouts.stop()
+    if isinstance(job.recorder.profiler, RequestedProfiler) and outcome.kind != "incident":
+        job.recorder.profiler.abandon()
     return outcome
 
 
@@ -312,7 +317,8 @@ def agree(job: Job, result: StepResult, due: Due) -> Due:
     stats: list[float] = []
     if pace and pace.due(result.step):  # every few steps each rank's own times
         bubble_s = max(0.0, result.step_s - engine.pipeline.pipeline.busy_s) if engine.pipeline else 0.0
-        stats = in_own_slot(world, [pace.read_own_s(), result.wait_s, result.memory_bytes, bubble_s])
+        readings = job.recorder.readings.of_rank() if job.recorder.readings else [math.nan] * len(RANK_READINGS)
+        stats = in_own_slot(world, [pace.read_own_s(), result.wait_s, result.memory_bytes, bubble_s, *readings])
     own_read = result.read * world.layout.dp / world.size  # ranks that share rows have read the same
     numbers = [own_read, *(number if world.main else 0.0 for number in of_main)]
     sums = world.sums([*stats, *map(float, flags), *numbers, *to_numbers(request)])

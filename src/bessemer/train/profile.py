@@ -1,11 +1,12 @@
 """Profiles a few steps of a run: torch's trace with the loop's named ranges, or only the ranges for Nsight.
 
 The loop calls `Job.span` around its parts, which costs nothing unless a profiler is attached, and `step` after each
-step.
+step. `bessemer train --profile` ends after the profiled steps; a live run profiles by request, see `control.py`.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,13 +17,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bessemer.observe.profile import PREFIX, WINDOW
+from bessemer.run.control import ControlRequest
 from bessemer.train.device import synchronize
 
 if TYPE_CHECKING:
-    from bessemer.train.job import Interrupt
+    from bessemer.train.job import Interrupt, Job
 
 WARMUP = 5  # steps before: compiling and kernel selection, then two that are timed without the profiler's overhead
 DONE = "profiled"  # ends the loop, in place of a signal's name
+REQUESTED_STEPS = 10  # without a number in the request
 
 
 class StepProfiler:
@@ -61,8 +64,60 @@ class StepProfiler:
             if self._torch:
                 self._torch.stop()
                 self._torch.export_chrome_trace(str(self.trace))
-            interrupt.signal = DONE
+            self.finish(interrupt)
+
+    def finish(self, interrupt: Interrupt) -> None:
+        interrupt.signal = DONE
 
     def _now(self) -> float:
         synchronize(self.device)
         return time.perf_counter()
+
+
+class RequestedProfiler(StepProfiler):
+    """Profiles steps of a run that trains on afterwards. Each rank writes its trace into the run's folder."""
+
+    def __init__(self, job: Job, request: ControlRequest, done: int) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notes would go between the lines of the view
+        self.job, self.request, self.first_step = job, request, done + WARMUP
+        folder = job.recorder.run.profiles
+        folder.mkdir(exist_ok=True)
+        self.names = [f"step-{self.first_step:08}-rank-{rank}.json.gz" for rank in range(job.world.size)]
+        steps = int(request.value or REQUESTED_STEPS)
+        super().__init__(job.engine.device, steps, folder / self.names[job.world.rank])
+
+    def step(self, interrupt: Interrupt) -> None:
+        if self.done + 1 == WARMUP + self.steps and self.job.guard.watchdog:
+            self.job.guard.watchdog.beat(self.first_step + self.steps - 1, long=True)  # writing takes a while
+        super().step(interrupt)
+
+    def finish(self, interrupt: Interrupt) -> None:
+        """Note where the traces are, and train on without a profiler."""
+        first, request = self.first_step, self.request
+        self.job.recorder.profiler = None
+        self.job.recorder.event(
+            "profiled", step=first + self.steps, steps=self.steps, traces=self.names, who=request.who, id=request.id,
+            step_s=round(self.plain_step_s, 5),
+            reason=f"{self.steps} steps from {first:,} on, by request of {request.who}: {self.names[0]}",
+        )  # fmt: skip
+
+    def abandon(self) -> None:
+        """The run ends before the last step that was to be profiled."""
+        self.job.recorder.profiler = None
+        if self.done >= WARMUP:
+            self._window.__exit__(None, None, None)
+        if self._torch and self.done >= WARMUP - 1:
+            self._torch.stop()
+
+
+def profile_by_request(job: Job, request: ControlRequest, done: int) -> str:
+    """Attach a profiler after `done` steps; the reason if there is none."""
+    needed, left = WARMUP + int(request.value or REQUESTED_STEPS), job.plan.total_steps - done
+    if job.recorder.profiler is not None:
+        return "steps are being profiled already"
+    if job.engine.device.type == "mps":
+        return "torch cannot profile Apple GPUs"
+    if needed > left:
+        return f"it needs {needed} steps, and {left} are left"
+    job.recorder.profiler = RequestedProfiler(job, request, done)
+    return ""

@@ -5,6 +5,7 @@ steps, and the load of the host while a run is slower than planned; and which do
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from dataclasses import asdict
 from typing import Any
@@ -26,9 +27,10 @@ from bessemer.run.directory import LAYOUT
 from bessemer.spec.quantity import human_bytes
 from bessemer.train.engine import Engine
 from bessemer.train.job import Recorder
+from bessemer.train.readings import RANK_READINGS
 
-# Of each rank: time of its own work, wait for data, memory, and in a pipeline the idle time between stages.
-RANK_STATS = ("own_s", "data_wait_s", "memory_bytes", "bubble_s")
+# Of each rank: time of its own work, wait for data, memory, in a pipeline the idle time between stages, and readings.
+RANK_STATS = ("own_s", "data_wait_s", "memory_bytes", "bubble_s", *RANK_READINGS)
 
 
 def in_own_slot(world: World, numbers: list[float]) -> list[float]:
@@ -38,11 +40,15 @@ def in_own_slot(world: World, numbers: list[float]) -> list[float]:
     return slots
 
 
-def by_rank(slots: list[float]) -> dict[str, list[float]]:
-    """A list over ranks for each of RANK_STATS."""
+def by_rank(slots: list[float]) -> dict[str, list[Any]]:
+    """A list over ranks for each of RANK_STATS; without readings that no rank has, and None where one has none."""
     digits = {"memory_bytes": None}  # an int
-    stats = len(RANK_STATS)
-    return {key: [round(number, digits.get(key, 5)) for number in slots[i::stats]] for i, key in enumerate(RANK_STATS)}
+    columns = {key: slots[i :: len(RANK_STATS)] for i, key in enumerate(RANK_STATS)}
+    return {
+        key: [None if math.isnan(number) else round(number, digits.get(key, 5)) for number in column]
+        for key, column in columns.items()
+        if not all(map(math.isnan, column))
+    }
 
 
 def balance(own_s: list[float]) -> float | None:
@@ -75,7 +81,7 @@ def report_rank_memory(engine: Engine, recorder: Recorder, plan: Plan) -> list[s
     return rank_memory_table(by_rank)
 
 
-def rank_record(step: int, ranks: dict[str, list[float]]) -> dict[str, Any]:
+def rank_record(step: int, ranks: dict[str, list[Any]]) -> dict[str, Any]:
     """A line of metrics/ranks.jsonl."""
     return {"step": step, "balance": balance(ranks["own_s"]), **ranks}
 

@@ -41,7 +41,7 @@ class StepResult:
     step_s: float = 0.0
     memory_bytes: int = 0
     clocks: tuple[float, float] = (0.0, 0.0)  # wall and monotonic
-    rank_stats: dict[str, list[float]] | None = None  # every few steps, with several ranks
+    rank_stats: dict[str, list[Any]] | None = None  # every few steps, with several ranks
     lr: float = 0.0
     clip: float = 0.0
     scalars: ScalarTransfer | None = None
@@ -298,10 +298,23 @@ def raise_alarms(job: Job, result: StepResult, numbers: StepNumbers, record: dic
         alarms += guard.detectors.step({**record, "grad_norm": norm, "lr_planned": job.lr(result.step)}, result.clocks)
     searching = numbers.overflow and math.isfinite(numbers.loss)  # for the loss scale: its layers are no alarm
     if result.tokens and result.layer_sample and not searching:
-        alarms += guard.detectors.check_layers(result.step, result.layer_sample.read())
+        sample = result.layer_sample.read()
+        job.recorder.run.layer_record(layer_record(result.step, sample))
+        alarms += guard.detectors.check_layers(result.step, sample)
+    if job.recorder.readings:
+        alarms += job.recorder.readings.alarms(result.step, result.rank_stats, result.clocks[1])
     for alarm in alarms:
         record_alarm(job.recorder, alarm)
     return alarms
+
+
+def layer_record(step: int, sample: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics/layers.jsonl: each quantity by layer, in four digits."""
+    record: dict[str, Any] = {"step": step}
+    for layer, values in sample["layers"].items():
+        for quantity, value in values.items():
+            record.setdefault(quantity, {})[layer] = float(f"{value:.4g}")
+    return record
 
 
 def record_alarm(recorder: Recorder, alarm: Alarm) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -24,11 +25,11 @@ from bessemer.observe.figure import LineChart, svg_file
 from bessemer.run.control import ACTIONS, ControlRequest, write_request
 from bessemer.watch import facts
 from bessemer.watch.access import REPORT_POLICY, PageAccess, PageGuard
-from bessemer.watch.library import MAX_BINS, MAX_NAMES, POLL_S, X_AXES, Library, WatchedRun
+from bessemer.watch.library import LAYER_QUANTITIES, MAX_BINS, MAX_NAMES, POLL_S, X_AXES, Library, WatchedRun
 
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".txt": "text/plain"}
 CHARTS = ("uPlot.iife.min.js", "uPlot.min.css")  # fetched when the package is built, see setup.py
-MODULES = ("dom.js", "charts.js", "panels.js", "app.js")  # in the order in which they use each other
+MODULES = ("dom.js", "charts.js", "parallel.js", "panels.js", "app.js")  # in the order in which they use each other
 PAGE_FILES = ("index.html", "style.css", *MODULES)
 
 
@@ -72,12 +73,15 @@ class Pages:
             reading(run, lambda request: facts.describe_run(self.run(request).run)),
             reading(f"{run}/names", self.names),
             reading(f"{run}/series", self.series),
+            reading(f"{run}/layers", self.layers),
             reading(f"{run}/chart.svg", self.chart),
             reading(f"{run}/events", lambda request: self.run(request).described_events(self.axis(request))),
             reading(f"{run}/samples", lambda request: facts.newest_samples(self.run(request).run)),
             reading(f"{run}/checkpoints", lambda request: facts.list_checkpoints(self.run(request).run)),
             reading(f"{run}/checkpoints/{{checkpoint}}", self.verify),
             reading(f"{run}/reports/{{report}}", self.report),
+            reading(f"{run}/profiles/{{trace}}", self.trace),
+            reading(f"{run}/profiles/{{trace}}/parts", self.profile_parts),
             reading("/api/compare", self.compare),
             Route("/api/stream", self.stream, methods=["GET"]),
             Route(f"{run}/control", self.request_control, methods=["POST"]),
@@ -117,6 +121,12 @@ class Pages:
         bins = min(MAX_BINS, max(2, number(request, "bins", 800)))
         return self.run(request).series(names, axis, low, high, bins)
 
+    def layers(self, request: Request) -> dict[str, Any]:
+        wanted = request.query_params.get("quantities", "").split("|")[:MAX_NAMES]
+        quantities = [name for name in wanted if name] or LAYER_QUANTITIES
+        axis, low, high = self.axis(request), place(request, "from"), place(request, "to")
+        return self.run(request).layers(axis, low, high, quantities)
+
     def axis(self, request: Request) -> str:
         axis = request.query_params.get("x", "step")
         if axis not in X_AXES:
@@ -147,9 +157,25 @@ class Pages:
             raise HTTPException(404, "no such report")
         return HTMLResponse(text, headers={"content-security-policy": REPORT_POLICY})
 
+    def trace(self, request: Request) -> Response:
+        path = self.trace_path(request)
+        return FileResponse(path, media_type="application/gzip", filename=path.name)
+
+    def profile_parts(self, request: Request) -> dict[str, Any]:
+        path, run = self.trace_path(request), self.run(request)
+        version = path.stat().st_mtime_ns
+        return run.shared.get(("profile", path.name), version, lambda: facts.profile_parts(path))
+
+    def trace_path(self, request: Request) -> Path:
+        try:
+            return facts.profile_file(self.run(request).run, request.path_params["trace"])
+        except KeyError:
+            raise HTTPException(404, "no such trace") from None
+
     def compare(self, request: Request) -> dict[str, Any]:
         names = request.query_params.get("runs", "").split("|")[:32]
-        return {"runs": names, "rows": facts.compare_settings([self.run_named(name).run for name in names])}
+        runs = [self.run_named(name).run for name in names]
+        return {"runs": names, "rows": facts.compare_settings(runs), "results": facts.compare_results(runs)}
 
     async def stream(self, request: Request) -> Response:
         """Server-sent events: `run` when the run has moved on, `runs` when the list has changed. The id is

@@ -46,10 +46,14 @@ def answers(runs: list[WatchedRun]) -> dict[str, Any]:
         at = f"runs/{quoted(run.name)}"
         by_address[at], by_address[f"{at}/names"] = facts.describe_run(run), {"names": names, "complete": True}
         wanted = [
-            name if journal == "steps" else f"{journal}:{name}" for journal in JOURNALS for name in names[journal]
+            name if journal == "steps" else f"{journal}:{name}"
+            for journal in JOURNALS
+            if journal != "layers"
+            for name in names[journal]
         ]
         for axis in X_AXES:
             by_address[f"{at}/series?{axis}"] = watched.series(wanted, axis, None, None, BINS)
+            by_address[f"{at}/layers?{axis}"] = watched.layers(axis, None, None)
             by_address[f"{at}/events?{axis}"] = watched.described_events(axis)
         by_address[f"{at}/samples"], by_address[f"{at}/checkpoints"] = (
             facts.newest_samples(run),
@@ -60,8 +64,9 @@ def answers(runs: list[WatchedRun]) -> dict[str, Any]:
     pulses = [watched.pulse() for watched in runs]
     by_address["runs"] = {"runs": [pulse["summary"] for pulse in pulses], "control": False, "first": first.run.name,
                      "version": __version__}  # fmt: skip
-    rows = facts.compare_settings([watched.run for watched in runs])
-    by_address["compare"] = {"runs": [watched.run.name for watched in runs], "rows": rows}
+    compared = [watched.run for watched in runs]
+    by_address["compare"] = {"runs": [run.name for run in compared], "rows": facts.compare_settings(compared),
+                             "results": facts.compare_results(compared)}  # fmt: skip
     return {"answers": by_address, "reports": reports, "pulse": pulses[0]}
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ import yaml
 from bessemer.checkpoint.lineage import read_tags
 from bessemer.checkpoint.manifest import CONFIRMED, DamagedCheckpoint, verify
 from bessemer.checkpoint.store import CheckpointStore
+from bessemer.observe.profile import read_trace, step_time
 from bessemer.plan.actual import compare_run, comparison_json
-from bessemer.run.directory import LAYOUT, Run
-from bessemer.run.journal import last_record, parse_record
+from bessemer.run.directory import LAYOUT, LOSS_WINDOW, Run, mean_loss
+from bessemer.run.journal import last_record, last_records, parse_record, to_number
 
 MAX_SAMPLES, MAX_TEXT = 64, 20_000
 MAX_FILE_BYTES = 8 << 20
+MAX_TRACE_BYTES = 32 << 20  # packed; about a minute to read
 SAMPLE_FOLDERS = ("samples", "rollouts")
 
 
@@ -75,6 +79,23 @@ def compare_settings(runs: list[Run]) -> list[dict[str, Any]]:
     return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
 
 
+def results(run: Run) -> dict[str, float | None]:
+    """What runs are compared by, from the run's last records."""
+    last, validation = last_record(run.steps_path) or {}, last_record(run.validation_path) or {}
+    numbers = {
+        "tokens/s": to_number(last.get("tokens_per_s")), "loss": mean_loss(last_records(run.steps_path, LOSS_WINDOW)),
+        "validation loss": to_number(validation.get("loss")),
+    }  # fmt: skip
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
+
+
+def compare_results(runs: list[Run]) -> list[dict[str, Any]]:
+    """The results that any of the runs has, one value for each run."""
+    by_run = [results(run) for run in runs]
+    rows = [{"key": key, "values": [by_key[key] for by_key in by_run]} for key in by_run[0]] if by_run else []
+    return [row for row in rows if any(value is not None for value in row["values"])]
+
+
 def list_checkpoints(run: Run) -> list[dict[str, Any]]:
     """Committed checkpoints, newest first. Their files are verified on request only: that reads all of them."""
     store, tags = CheckpointStore(run.checkpoints), read_tags(run.checkpoints)
@@ -121,6 +142,28 @@ def _clip(value: Any) -> Any:
         return value
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
+
+
+def profile_file(run: Run, name: str) -> Path:
+    """A trace by its name. KeyError if there is none."""
+    folder = run.profiles.resolve()
+    path = (folder / name).resolve()
+    inside = path.parent == folder and folder.is_relative_to(run.folder.resolve())
+    if not inside or not name.endswith(".json.gz") or not path.is_file():
+        raise KeyError(name)
+    return path
+
+
+def profile_parts(path: Path) -> dict[str, Any]:
+    """Where the time of profiled steps went: microseconds of all of them by part, and the longest kernels."""
+    if path.stat().st_size > MAX_TRACE_BYTES:
+        return {"reason": "the trace is too large to be split here: download it"}
+    try:
+        time = step_time(read_trace(path))
+    except (OSError, EOFError, ValueError, KeyError, StopIteration) as error:  # it is being written, or damaged
+        return {"reason": f"the trace cannot be read: {type(error).__name__}"}
+    kernels = [asdict(kernel) for kernel in time.kernels[:20]]
+    return {"wall_us": time.wall, "parts": {part: us for part, us in time.parts.items() if us}, "kernels": kernels}
 
 
 def report_file(run: Run, name: str) -> str | None:

@@ -9,12 +9,13 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from bessemer.errors import UserError
 from bessemer.observe.watched import describe_event
@@ -24,8 +25,10 @@ from bessemer.watch.rollup import SAMPLED_BYTES, Floats, Rollup, bin_column, bin
 
 Value = TypeVar("Value")
 X_AXES = ("step", "tokens", "time")
-JOURNALS = ("steps", "validation", "ranks")
+JOURNALS = ("steps", "validation", "ranks", "layers", "system")
 MAX_BINS, MAX_NAMES = 4000, 256
+# Quantities of the heat-maps that are drawn first; bins of them all.
+LAYER_QUANTITIES, LAYER_BINS = ("grad_norm", "update_ratio", "dead"), 400
 STEP_BYTES = 32 << 20  # of a journal read in one go; the lock is free in between
 NEWEST_EVENTS = 20_000
 # Events that a report follows: the next report belongs to them.
@@ -170,24 +173,59 @@ class WatchedRun:
         groups = []
         for journal in JOURNALS:
             wanted = [name for name in names if (name.partition(":")[0] if ":" in name else "steps") == journal]
-            rollup = self.rollup(journal)
-            if not wanted or not rollup.rows:
+            if not wanted or not self.rollup(journal).rows:
                 continue
-            with rollup._lock:  # a cut between two columns would mix generations
-                x = self.x_of_steps(axis)[1] if journal == "steps" else None
-                x = self.place(ascending(rollup.column("step")), axis) if x is None else x
-                start = 0 if low is None else max(0, int(np.searchsorted(x, low)) - 1)
-                stop = len(x) if high is None else min(len(x), int(np.searchsorted(x, high, "right")) + 1)
-                edges = bin_edges(start, stop, bins)
-                columns = {name: rollup.column(name.partition(":")[2] or name, start, stop) for name in wanted}
+            columns = {name: name.partition(":")[2] or name for name in wanted}
+            x, edges, values = self._columns(journal, list(columns.values()), axis, low, high, bins)
             groups.append(
                 {
-                    "journal": journal, "rows": stop - start,
-                    "x": bin_column(x[start:stop], edges).mean.tolist() if stop > start else [],
-                    "series": {name: bins_json(column, edges) for name, column in columns.items()},
+                    "journal": journal, "rows": int(edges[-1] - edges[0]), "x": x,
+                    "series": {name: bins_json(values[column], edges) for name, column in columns.items()},
                 }
             )  # fmt: skip
         return {"generation": self.version[0], "rows": self.version[1], "sampled": False, "groups": groups}
+
+    def _columns(
+        self, journal: str, names: list[str], axis: str, low: float | None, high: float | None, bins: int
+    ) -> tuple[list[float], npt.NDArray[np.int64], dict[str, Floats]]:
+        """Columns over a part of the axis, with the edges of its bins and their places."""
+        rollup = self.rollup(journal)
+        with rollup._lock:  # a cut between two columns would mix generations
+            x = self.x_of_steps(axis)[1] if journal == "steps" else None
+            x = self.place(ascending(rollup.column("step")), axis) if x is None else x
+            start = 0 if low is None else max(0, int(np.searchsorted(x, low)) - 1)
+            stop = len(x) if high is None else min(len(x), int(np.searchsorted(x, high, "right")) + 1)
+            edges = bin_edges(start, stop, bins)
+            columns = {name: rollup.column(name, start, stop) for name in names}
+        return bin_column(x[start:stop], edges).mean.tolist() if stop > start else [], edges, columns
+
+    def layers(
+        self, axis: str, low: float | None, high: float | None, quantities: Sequence[str] = LAYER_QUANTITIES
+    ) -> dict[str, Any]:
+        """The guard's layer samples: of each quantity a row for each layer. A bin is its highest value, so that one
+        bad sample stays visible; `bad` holds the row and bin of values that were not finite."""
+        self.refresh()
+        rollup = self.rollup("layers")
+        key = ("layers", axis, low, high, tuple(quantities))
+        version = rollup.generation, rollup.rows
+        return self.shared.get(key, version, lambda: self._layers(axis, low, high, quantities))
+
+    def _layers(self, axis: str, low: float | None, high: float | None, quantities: Sequence[str]) -> dict[str, Any]:
+        by_quantity: dict[str, list[str]] = {}
+        for name in self.rollup("layers").names:
+            quantity, _, layer = name.partition(".")
+            if layer:
+                by_quantity.setdefault(quantity, []).append(name)
+        present = [quantity for quantity in quantities if quantity in by_quantity]
+        names = [name for quantity in present for name in by_quantity[quantity]]
+        x, edges, columns = self._columns("layers", names, axis, low, high, LAYER_BINS)
+        maps = {}
+        for quantity in present:
+            rows = [bin_column(columns[name], edges) for name in by_quantity[quantity]]
+            bad = [[i, int(j)] for i, row in enumerate(rows) for j in np.flatnonzero(row.bad)]
+            layers = [name.partition(".")[2] for name in by_quantity[quantity]]
+            maps[quantity] = {"layers": layers, "rows": [row.high.tolist() for row in rows], "bad": bad}
+        return {"x": x, "available": list(by_quantity), "maps": maps}
 
     def _sampled_series(self, names: list[str], axis: str, low: float | None, high: float | None) -> dict[str, Any]:
         steps = self.rollup("steps")
@@ -243,7 +281,7 @@ class WatchedRun:
             return {
                 "generation": generation, "rows": rows, "events": self.events.first + len(events), "reading": not done,
                 "validations": self.rollup("validation").rows, "summary": summary_json(summarize(self.run)),
-                "last": last_record(self.run.steps_path),
+                "last": last_record(self.run.steps_path), "system": last_record(self.run.system_path),
             }  # fmt: skip
 
         return self.shared.get("pulse", None, compute, POLL_S * 0.9)

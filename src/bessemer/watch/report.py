@@ -13,14 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bessemer.errors import UserError
 from bessemer.export.card import TrainingEnergy, measure_energy, read_evaluations
 from bessemer.observe.figure import LineChart
 from bessemer.observe.page import Block, Code, Details, Items, Section, Table, Text, html_page, markdown
 from bessemer.observe.watched import describe_event
 from bessemer.plan.actual import compare, compare_run, comparison_json
-from bessemer.plan.cost_model.cost import load_prices
-from bessemer.plan.hardware import find_gpu
+from bessemer.plan.cost_model.cost import list_price
 from bessemer.run.directory import LAYOUT, Run, summarize
 from bessemer.run.journal import Record, json_ready, last_record
 from bessemer.spec.quantity import human_bytes, human_count, human_time
@@ -241,20 +239,6 @@ class RunReport:
             Code(command, "The same spec trains again. On a CPU with as many threads the losses are bit-identical."),
             Details("The spec with every default", [Code(spec)]),
         ]
-
-
-def list_price(machine: str) -> tuple[float | None, str]:
-    """The lowest on-demand price of an hour of a GPU, and whose it is."""
-    try:
-        gpu = find_gpu(machine)
-    except UserError:
-        return None, ""
-    prices = load_prices()
-    offers = [price for price in prices.prices if price.gpu == gpu.name and price.term == "on_demand"]
-    if not offers:
-        return None, ""
-    best = min(offers, key=lambda price: price.usd_hour)
-    return best.usd_hour, f"lowest on-demand price, {best.provider} {best.region}, {best.date}"
 
 
 def facts_of(summary: Any) -> dict[str, Any]:

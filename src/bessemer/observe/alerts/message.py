@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from bessemer.errors import UserError
 from bessemer.observe.alerts.incidents import AlertIncident
@@ -16,6 +19,7 @@ from bessemer.run.journal import last_record, last_records, to_number
 from bessemer.spec.quantity import human_count
 
 CHART_RECORDS = 200
+MOST_REASON = 400  # characters
 CHART_COLUMNS, CHART_ROWS = 44, 7
 NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_s")
 REPLAYED = ("veto", "rollback", "spike", "divergence", "nonfinite")
@@ -71,3 +75,36 @@ def open_route(variable: str) -> Any:
     if not route.add(url):
         raise UserError(f"alerts.routes: {variable} holds no URL that Apprise knows (`apprise --details` lists them)")
     return route
+
+
+def deliver(route: Any, url: str, title: str, body: str) -> str:
+    """Send a message; why it was not taken, empty if it was. Of `url` the reason holds nothing but a local address."""
+    import apprise
+
+    with apprise.LogCapture(level=logging.DEBUG, fmt="%(levelname)s %(message)s") as log:
+        if route.notify(title=title, body=body):
+            return ""
+        return hide_parts(failure_in(log.getvalue()), url)
+
+
+def failure_in(log: str) -> str:
+    """What Apprise and the server say in Apprise's log: its warnings, the server's answer, the socket's error."""
+    parts: list[str] = []
+    for record in re.split(r"^(?=DEBUG |INFO |WARNING |ERROR |CRITICAL )", log, flags=re.M):
+        level, _, text = record.partition(" ")
+        answer = text.startswith("Response Details:")
+        if level in ("WARNING", "ERROR", "CRITICAL") or answer or text.startswith("Socket Exception:"):
+            text = text.removeprefix("Response Details:").strip()
+            text = text[2:-1] if re.fullmatch(r"b(['\"]).*\1", text, re.S) else text  # bytes as Python writes them
+            parts.append(" ".join(text.split()).rstrip("."))
+    reason = "; ".join(part for part in dict.fromkeys(parts) if part)
+    return reason[:MOST_REASON] or "no reason was given; check the address, and that its server is up"
+
+
+def hide_parts(text: str, url: str) -> str:
+    """The text without user, tokens and names that a URL holds."""
+    pieces = {piece for form in (url, unquote(url)) for piece in re.split(r"[/:@?&=,#]+", form.partition("://")[2])}
+    hidden = [piece for piece in pieces if len(piece) > 3 and not re.fullmatch(r"localhost|[\d.]+", piece)]
+    for piece in sorted(hidden, key=len, reverse=True):
+        text = text.replace(piece, "***")
+    return text

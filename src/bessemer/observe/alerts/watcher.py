@@ -7,13 +7,14 @@ saved outbox until they are delivered, so a lost network delays them and a resta
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from typing import IO, Any
 
 from bessemer.errors import UserError
 from bessemer.observe.alerts.incidents import AlertIncident, Incidents, MetricRule, event_incident
-from bessemer.observe.alerts.message import body_of, open_route, title_of
+from bessemer.observe.alerts.message import body_of, deliver, open_route, title_of
 from bessemer.observe.tail import JournalTail
 from bessemer.observe.watched import describe_event
 from bessemer.run.control import ControlRequest, write_request
@@ -141,20 +142,23 @@ class AlertWatcher:
         self._save()  # before delivery: a kill repeats no action
 
     def _deliver(self) -> int:
-        waiting, self._outbox, failed = self._outbox, [], set[int]()
+        waiting, self._outbox, failed = self._outbox, [], dict[int, str]()
         for message in waiting:
             number = message["route"]
             if number >= len(self._routes):  # the spec has fewer routes now
                 continue
-            if number in failed or not self._routes[number][0].notify(title=message["title"], body=message["body"]):
-                failed.add(number)
-                self._outbox.append(message)
+            if number not in failed:
+                url = os.environ.get(self.spec.routes[number].to, "")
+                reason = deliver(self._routes[number][0], url, message["title"], message["body"])
+                if not reason:
+                    continue
+                failed[number] = reason
+            self._outbox.append(message)
         if waiting:
             self._save()
         if failed:
-            names = ", ".join(self.spec.routes[number].to for number in sorted(failed))
-            fix = "check the address, and that its server is up"
-            raise ConnectionError(f"{len(self._outbox)} messages wait: {names} did not take them: {fix}")
+            reasons = "; ".join(f"{self.spec.routes[number].to}: {failed[number]}" for number in sorted(failed))
+            raise ConnectionError(f"{len(self._outbox)} messages wait, they were not taken by {reasons}")
         return len(waiting)
 
     def fail(self) -> None:

@@ -115,6 +115,20 @@ def load_prices() -> PriceList:
     return _read(shipped.read_text(encoding="utf-8"), text, str(path))
 
 
+def list_price(machine: str) -> tuple[float | None, str]:
+    """The lowest on-demand price of an hour of a GPU, and whose it is."""
+    try:
+        gpu = find_gpu(machine)
+    except UserError:
+        return None, ""
+    prices = load_prices()
+    offers = [price for price in prices.prices if price.gpu == gpu.name and price.term == "on_demand"]
+    if not offers:
+        return None, ""
+    best = min(offers, key=lambda price: price.usd_hour)
+    return best.usd_hour, f"lowest on-demand price, {best.provider} {best.region}, {best.date}"
+
+
 @cache
 def _read(shipped: str, user: str, place: str) -> PriceList:
     data = _parse(shipped, "prices.yaml")

@@ -1,11 +1,11 @@
 // The page: list of runs, one run with its tabs, the live stream, keys.
 import { $, bytes, count, defaults, duration, el, exported, get, others, readState, runPath, show, state, writeState } from "./dom.js";
-import { Board, chartNames, lineColour, xText } from "./charts.js";
-import { checkpointsPanel, comparePanel, controlBar, eventsPanel, openHelp, planPanel, ranksPanel, samplesPanel, specPanel } from "./panels.js";
+import { Board, chartNames, lineColour, systemNames, xText } from "./charts.js";
+import { checkpointsPanel, comparePanel, controlBar, eventsPanel, layersPanel, openHelp, planPanel, ranksPanel, samplesPanel, specPanel } from "./panels.js";
 
-const TABS = { curves: "Curves", events: "Events", plan: "Plan", spec: "Spec", samples: "Samples", checkpoints: "Checkpoints", ranks: "Ranks", compare: "Compare" };
-const PANELS = { events: eventsPanel, plan: planPanel, spec: specPanel, samples: samplesPanel, checkpoints: checkpointsPanel, ranks: ranksPanel, compare: comparePanel };
-const INCIDENTS = ["veto", "judged_late", "rollback", "alarm", "started", "control", "spec_changed", "failed", "interrupted", "stopped", "stop", "not_recovered", "recovered", "exclude", "lower_lr", "guard_reopened", "guard_gave_way"];
+const TABS = { curves: "Curves", events: "Events", plan: "Plan", spec: "Spec", samples: "Samples", checkpoints: "Checkpoints", ranks: "Ranks", compare: "Compare", layers: "Layers", system: "System" };
+const PANELS = { events: eventsPanel, plan: planPanel, spec: specPanel, samples: samplesPanel, checkpoints: checkpointsPanel, ranks: ranksPanel, compare: comparePanel, layers: layersPanel };
+const INCIDENTS = ["veto", "judged_late", "rollback", "alarm", "started", "control", "spec_changed", "failed", "interrupted", "stopped", "stop", "not_recovered", "recovered", "exclude", "lower_lr", "guard_reopened", "guard_gave_way", "profiled"];
 const MARKED = [...INCIDENTS, "saved", "finished", "evaluation"];
 const AXES = ["step", "tokens", "time"];
 const page = { runs: [], control: false, facts: null, events: [], names: null, pulse: null, board: null, source: null, drawnRows: 0 };
@@ -42,6 +42,16 @@ function overlay(name) {
 }
 
 // ---- one run
+// All runs that the search shows, as many as one comparison takes.
+function overlayShown() {
+  const words = $("#find-run").value.toLowerCase(), shown = page.runs.map((run) => run.name).filter((name) => name !== state.run && name.toLowerCase().includes(words));
+  writeState({ with: others().length ? "" : shown.slice(0, 31).join("|") });
+  drawRuns();
+  drawLegend();
+  page.board?.invalidate();
+  if (state.tab === "compare") openTab("compare");
+}
+
 async function openRun(name, push = true) {
   $("#runs").classList.remove("open");
   if (push) writeState({ run: name, from: "", to: "", wide: "" }, true);
@@ -82,7 +92,7 @@ async function openTab(tab) {
   page.board?.destroy();
   page.board = null;
   panel.dataset.tab = "";
-  if (state.tab === "curves") openCurves(panel);
+  if (state.tab === "curves" || state.tab === "system") openCurves(panel);
   else {
     const run = state.run;
     panel.replaceChildren(el("p", { class: "empty" }, "Reading…"));
@@ -111,7 +121,13 @@ function openCurves(panel) {
   drawLegend();
 }
 
-function showCharts() { if (page.board) { page.board.setNames(chartNames(page.names)); page.board.load(); } }
+function showCharts() {
+  if (!page.board) return;
+  const names = state.tab === "system" ? systemNames(page.names) : chartNames(page.names);
+  page.board.setNames(names);
+  if (!names.length) $("#legend").replaceChildren("No readings yet: they are taken every five seconds while a run trains.");
+  page.board.load();
+}
 
 function drawLegend(answer) {
   const legend = $("#legend");
@@ -124,7 +140,7 @@ function drawLegend(answer) {
 function setAxis(axis) {
   writeState({ x: axis, from: "", to: "" });
   readEvents();
-  openTab("curves");
+  openTab(["system", "layers", "ranks"].includes(state.tab) ? state.tab : "curves");
 }
 const flipLog = () => { writeState({ log: state.log ? "" : "1" }); $("#log")?.setAttribute("aria-pressed", String(!!state.log)); page.board?.redraw(); if (!window.uPlot) page.board?.invalidate(); };
 const flipMarks = () => { writeState({ marks: state.marks ? "" : "all" }); $("#marks")?.setAttribute("aria-pressed", String(!!state.marks)); setMarks(); };
@@ -144,6 +160,9 @@ function drawHead(pulse) {
   const tiles = [tile("loss (of 32)", summary.mean_loss === null ? "–" : summary.mean_loss.toFixed(4)), tile("validation", summary.validation_loss === null ? "–" : summary.validation_loss.toFixed(4))];
   if (last) tiles.push(tile("tokens/s", show("", last.tokens_per_s), ratio("tokens/s")), tile("MFU", show("mfu", last.mfu), ratio("MFU")), tile("memory", show("memory_bytes", last.memory_bytes), ratio("memory")),
     tile("gradient norm", show("", last.grad_norm), last.clipped ? "clipped" : ""), tile("learning rate", show("lr", last.lr)), tile("time of a step", show("step_s", last.step_s), last.data_wait_s > 0.02 * last.step_s ? `waits ${duration(last.data_wait_s)}` : ""));
+  const system = pulse.system, gpu = system && system.gpu_power_w !== undefined;
+  if (gpu) tiles.push(tile("GPU busy", show("gpu_busy_share", system.gpu_busy_share), `${show("gpu_power_w", system.gpu_power_w)}, ${show("gpu_temperature_c", system.gpu_temperature_c)}`));
+  else if (system) tiles.push(tile("processor busy", show("cpu_busy_share", system.cpu_busy_share), bytes(system.ram_bytes)));
   $("#tiles").replaceChildren(...tiles);
   const wanted = page.control && summary.state === "running";
   if (wanted && !$("#control")) $("#control-place").replaceChildren(controlBar(state.run));
@@ -176,7 +195,7 @@ async function onPulse(pulse) {
       await readEvents();
       if (run === state.run && state.tab === "events") openTab("events");
     }
-    if (cut || before.rows < 20 || pulse.validations !== before.validations) { await readNames(); if (run === state.run) showCharts(); }
+    if (cut || before.rows < 20 || pulse.validations !== before.validations || (pulse.system && !(page.names.system ?? []).length)) { await readNames(); if (run === state.run) showCharts(); }
     // With a million rows, a few more would not be seen.
     if (run === state.run && (cut || pulse.validations !== before.validations || Math.abs(pulse.rows - page.drawnRows) >= Math.max(1, pulse.rows / 2000))) {
       page.drawnRows = pulse.rows;
@@ -194,7 +213,7 @@ document.addEventListener("keydown", (press) => {
   const at = page.runs.findIndex((run) => run.name === state.run), next = { j: at + 1, k: at - 1 }[press.key];
   const actions = { "/": () => ($("#find") ?? $("#find-run")).focus(), l: flipLog, m: flipMarks, t: flipTheme, r: () => page.board?.setRange(null), x: () => setAxis(AXES[(AXES.indexOf(state.x) + 1) % 3]), "?": openHelp };
   if (next !== undefined && page.runs[next]) openRun(page.runs[next].name);
-  else if (/^[1-8]$/.test(press.key) && state.run) openTab(Object.keys(TABS)[press.key - 1]);
+  else if (/^[0-9]$/.test(press.key) && state.run) openTab(Object.keys(TABS)[(Number(press.key) + 9) % 10]);
   else if (actions[press.key]) actions[press.key]();
   else return;
   press.preventDefault();
@@ -207,6 +226,7 @@ $("#menu").addEventListener("click", () => $("#menu").setAttribute("aria-expande
 $("#theme").addEventListener("click", flipTheme);
 $("#help").addEventListener("click", openHelp);
 $("#find-run").addEventListener("input", drawRuns);
+$("#tick-shown").addEventListener("click", overlayShown);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(state.theme));
 document.addEventListener("visibilitychange", () => { if (document.hidden) page.source?.close(); else listen(); });
 window.addEventListener("popstate", () => { readState(); setTheme(state.theme); openRun(state.run, false); });

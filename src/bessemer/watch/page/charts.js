@@ -4,9 +4,11 @@ import { colour, count, duration, el, exported, get, openDialog, openReport, oth
 export const MAIN = ["loss", "validation:loss", "lr", "grad_norm", "tokens_per_s", "mfu", "memory_bytes", "data_wait_s", "step_s"];
 const HIDDEN = /^(step|tokens|clipped|time|clip|rank_step_s\..*|validation:(step|tokens|seconds))$/;
 const TITLES = { "validation:loss": "validation loss", lr: "learning rate", grad_norm: "gradient norm", tokens_per_s: "tokens per second", mfu: "MFU",
-  memory_bytes: "memory", data_wait_s: "wait for data", step_s: "time of a step" };
+  memory_bytes: "memory", data_wait_s: "wait for data", step_s: "time of a step",
+  "system:gpu_busy_share": "GPU busy", "system:cpu_busy_share": "processor busy", "system:ram_bytes": "memory in use", "system:process_ram_bytes": "memory of the process", "system:disk_free_bytes": "free disk",
+  "system:gpu_power_capped_share": "GPU clock held by the power limit", "system:gpu_throttled_share": "GPU clock held by heat or supply", "system:gpu_clock_mhz": "GPU clock", "system:gpu_power_w": "GPU power", "system:gpu_temperature_c": "GPU temperature", "system:gpu_memory_bytes": "GPU memory" };
 const PLANNED = { tokens_per_s: "tokens/s", mfu: "MFU", memory_bytes: "memory" };
-export const title = (name) => TITLES[name] ?? name.replace("validation:", "validation ").replaceAll("_", " ");
+export const title = (name) => TITLES[name] ?? name.replace("validation:", "validation ").replace("system:", "").replace(/_bytes_per_s$/, "").replaceAll("_", " ");
 export const lineColour = (index) => colour(`--c${index % 6}`);
 const MOST_MARKS = 300;
 
@@ -26,6 +28,12 @@ export function smoothed(values, weight) {
     return average / total;
   });
 }
+
+const RAW = /^(step|time|gpu_throttle|gpu_max_clock_mhz)$/;
+export const systemNames = (names) => {
+  const shown = (names.system ?? []).filter((name) => !RAW.test(name)), first = (name) => (name.startsWith("gpu") ? 0 : name.startsWith("tokens") ? 1 : 2);
+  return shown.sort((a, b) => first(a) - first(b)).map((name) => `system:${name}`);
+};
 
 export class Board {
   // All charts of a run. `node` holds the cards.
@@ -273,7 +281,7 @@ class Chart {
   }
 }
 
-const ORDER = ["veto", "failed", "rollback", "stop", "alarm", "control", "started", "interrupted", "exclude", "report"];
+const ORDER = ["veto", "failed", "rollback", "stop", "alarm", "profiled", "control", "started", "interrupted", "exclude", "report"];
 const rank = (event) => { const at = ORDER.indexOf(event.kind); return at < 0 ? 99 : at; };
 const yRange = (_, low, high) => (low === null || low === undefined ? [0, 1] : low === high ? [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1] : uPlot.rangeNum(low, high, 0.06, true));
 export const xText = (value) => (state.x === "time" ? duration(value) : count(value));
@@ -287,11 +295,29 @@ export function openEvents(run, events) {
 
 const reportName = (file) => file.replace(/\.md$/, "");
 
+// Where the time of profiled steps went, and the traces themselves.
+async function openProfile(run, event) {
+  const place = (name) => `${runPath(run)}/profiles/${encodeURIComponent(name)}`, parts = el("div", {}, el("p", { class: "note" }, "Reading the trace…"));
+  const links = event.traces.flatMap((name, rank) => [" ", el("a", { href: `api/${place(name)}`, download: name }, event.traces.length > 1 ? `rank ${rank}` : name)]);
+  openDialog(`${event.steps} steps, profiled`, parts, el("p", { class: "note" }, "Traces for Perfetto or chrome://tracing:", links));
+  const row = (cells, tag = "td") => el("tr", {}, cells.map((cell, i) => el(tag, { class: i ? "num" : "" }, cell)));
+  try {
+    const { reason, wall_us: wall, parts: spent, kernels } = await get(`${place(event.traces[0])}/parts`);
+    if (reason) return parts.replaceChildren(el("p", { class: "empty" }, reason));
+    const ms = (us) => duration(us / 1e6 / event.steps), share = (us) => `${((100 * us) / wall).toFixed(1)} %`;
+    const rows = Object.entries(spent).sort((a, b) => b[1] - a[1]).map(([part, us]) => row([part, ms(us), share(us)]));
+    const longest = kernels.map((one) => row([one.name, String(one.calls / event.steps), ms(one.us), share(one.us)]));
+    parts.replaceChildren(el("p", { class: "note" }, `Rank 0: ${ms(wall)} a step under the profiler, ${duration(event.step_s)} without it.`),
+      el("div", { class: "wrap" }, el("table", { id: "profile-parts" }, row(["part", "a step", "share"], "th"), rows)), el("h2", {}, "Longest kernels and operations"), el("div", { class: "wrap" }, el("table", {}, row(["name", "calls a step", "a step", "share"], "th"), longest)));
+  } catch (error) { parts.replaceChildren(el("p", { class: "empty" }, error.message)); }
+}
+
 export function eventTable(run, events) {
   const rows = events.map((event) => el("tr", {},
     el("td", { class: "num" }, Number.isFinite(event.step) ? event.step.toLocaleString("en") : ""),
     el("td", {}, el("span", { class: `badge k-${String(event.kind).replace(/\W/g, "")}` }, String(event.kind).replaceAll("_", " "))),
-    el("td", {}, event.line, event.report ? [" ", el("button", { onclick: () => openReport(run, reportName(event.report)) }, "Report")] : null),
+    el("td", {}, event.line, event.report ? [" ", el("button", { onclick: () => openReport(run, reportName(event.report)) }, "Report")] : null,
+      event.kind === "profiled" && event.traces && !exported ? [" ", el("button", { onclick: () => openProfile(run, event) }, "Profile")] : null),
     el("td", { class: "soft hide-phone" }, event.time ? new Date(event.time * 1000).toLocaleString() : "")));
   return el("div", { class: "wrap" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { class: "num" }, "step"), el("th", {}, "event"), el("th", {}, "what happened"), el("th", { class: "hide-phone" }, "time"))), el("tbody", {}, rows)));
 }

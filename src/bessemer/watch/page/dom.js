@@ -41,9 +41,11 @@ export function duration(seconds) {
 export function show(name, value) {
   if (value === null || value === undefined || value === "nan" || value === "inf" || value === "-inf") return value ?? "–";
   if (typeof value === "boolean" || typeof value === "string") return String(value);
-  if (/_bytes/.test(name)) return bytes(value);
+  if (/_bytes_per_s$/.test(name)) return `${bytes(Math.round(value))}/s`;
+  if (/_bytes/.test(name)) return bytes(Math.round(value));
   if (/(^|_)(mfu|share|accuracy|bubble)($|_)|^rise/.test(name)) return `${(100 * value).toFixed(1)} %`;
   if (/_s($|\.)/.test(name) && !/per_s/.test(name)) return duration(value);
+  for (const [ending, unit] of [["_w", "W"], ["_c", "°C"], ["_mhz", "MHz"]]) if (name.endsWith(ending)) return `${count(value)} ${unit}`;
   if (/^lr|lr$/.test(name)) return value.toExponential(2);
   return count(value);
 }
@@ -88,7 +90,7 @@ export async function post(path, body) {
 }
 
 function fromExport(path, query) {
-  const key = /\/(series|events)$/.test(path) ? `${path}?${query.x}` : path;
+  const key = /\/(series|events|layers)$/.test(path) ? `${path}?${query.x}` : path;
   const answer = exported.answers[key];
   if (answer === undefined) throw new Error("not part of this file");
   return answer;

@@ -1,6 +1,7 @@
 // What the tabs beside the curves show: events, plan, spec, samples, checkpoints, processes, other runs, control.
 import { $, bytes, count, duration, el, exported, get, openDialog, others, post, runPath, show, state } from "./dom.js";
-import { eventTable, title } from "./charts.js";
+import { eventTable, title, xText } from "./charts.js";
+import { parallelCoordinates } from "./parallel.js";
 
 const table = (columns, rows) => el("div", { class: "wrap" }, el("table", {},
   el("thead", {}, el("tr", {}, columns.map((name) => el("th", { class: name.endsWith("#") ? "num" : "" }, name.replace("#", ""))))),
@@ -63,24 +64,46 @@ export async function checkpointsPanel(run) {
   }))];
 }
 
-// A surface of rows (ranks) by columns (time), coloured from the lowest to the highest value.
-function heatmap(label, names, x, rows) {
-  const values = rows.flat().filter((value) => value !== null), low = Math.min(...values), high = Math.max(...values);
-  if (!values.length) return null;
-  const canvas = el("canvas", { class: "heat", width: x.length, height: rows.length, role: "img", "aria-label": `${label}: ${names.length} rows from ${show(label, low)} to ${show(label, high)}` });
+// A surface of rows (ranks, layers) by columns (time), coloured from the lowest to the highest value; `bad` are red.
+function heatmap(label, names, x, rows, { bad = [], log = false } = {}) {
+  const scale = (value) => (log ? Math.log(Math.max(value, 1e-30)) : value);
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of rows.flat()) if (value !== null && !(log && value <= 0)) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  if (low > high && !bad.length) return null;
+  const wide = x.length, canvas = el("canvas", { class: "heat", width: wide, height: rows.length, role: "img", "data-name": label, "aria-label": `${label}: ${names.length} rows from ${show(label, low)} to ${show(label, high)}` });
   canvas.style.height = `${Math.max(60, Math.min(420, 18 * rows.length))}px`;
-  const context = canvas.getContext("2d"), image = context.createImageData(x.length, rows.length);
+  const context = canvas.getContext("2d"), image = context.createImageData(wide, rows.length), span = scale(high) - scale(low);
   rows.forEach((row, j) => row.forEach((value, i) => {
-    const share = value === null ? 0 : high > low ? (value - low) / (high - low) : 0.5;
-    image.data.set([40 + 215 * share, 60 + 90 * share * (1 - share) * 2 + 60 * share, 120 - 80 * share, value === null ? 0 : 255], 4 * (j * x.length + i));
+    const share = value === null ? 0 : span > 0 ? Math.max(0, (scale(value) - scale(low)) / span) : 0.5;
+    image.data.set([40 + 215 * share, 60 + 90 * share * (1 - share) * 2 + 60 * share, 120 - 80 * share, value === null ? 0 : 255], 4 * (j * wide + i));
   }));
+  for (const [j, i] of bad) image.data.set([220, 20, 20, 255], 4 * (j * wide + i));
   context.putImageData(image, 0, 0);
-  const read = el("span", { class: "read" });
+  const red = new Set(bad.map(([j, i]) => j * wide + i)), read = el("span", { class: "read" });
   canvas.addEventListener("mousemove", (move) => {
-    const i = Math.floor((move.offsetX / canvas.clientWidth) * x.length), j = Math.floor((move.offsetY / canvas.clientHeight) * rows.length);
-    if (rows[j]) read.textContent = `${names[j]} · step ${count(x[i])} · ${show(label, rows[j][i])}`;
+    const i = Math.floor((move.offsetX / canvas.clientWidth) * wide), j = Math.floor((move.offsetY / canvas.clientHeight) * rows.length);
+    if (rows[j]) read.textContent = `${names[j]} · ${xText(x[i])} · ${red.has(j * wide + i) ? "not finite" : show(label, rows[j][i])}`;
   });
-  return el("section", { class: "chart wide" }, el("header", {}, el("h3", {}, title(label)), read), canvas, el("p", { class: "note" }, `${names[0]} above, ${names[names.length - 1]} below; dark ${show(label, low)}, bright ${show(label, high)}`));
+  const ends = low > high ? "" : `; dark ${show(label, low)}, bright ${show(label, high)}${log ? ", logarithmic" : ""}`;
+  return el("section", { class: "chart wide" }, el("header", {}, el("h3", {}, title(label)), read), canvas, el("p", { class: "note" }, `${names[0]} above, ${names[names.length - 1]} below${ends}${bad.length ? "; red: not finite" : ""}`));
+}
+
+const LAYER_TITLES = { grad_norm: "gradient norm", update_ratio: "update ratio", dead: "dead units", saturated: "saturated units", rms: "activation", largest: "largest activation", logit: "largest attention logit", entropy: "attention entropy", weight_norm: "weight norm" };
+const LINEAR = ["dead", "saturated", "entropy"];
+
+// What the guard measured in each layer, a row of the picture for each.
+export async function layersPanel(run) {
+  const chosen = new Set(["grad_norm", "update_ratio", "dead"]), tools = el("div", { class: "tools" }), maps = el("div", {});
+  const read = () => get(`${runPath(run)}/layers`, { x: state.x, from: state.from, to: state.to, quantities: [...chosen].join("|") });
+  const draw = (answer) => {
+    const shown = Object.entries(answer.maps).map(([name, { layers, rows, bad }]) => heatmap(LAYER_TITLES[name] ?? name, layers, answer.x, rows, { bad, log: !LINEAR.includes(name) }));
+    maps.replaceChildren(...shown.filter(Boolean));
+    tools.replaceChildren(...(exported ? [] : answer.available.map((name) => el("button", { "aria-pressed": String(chosen.has(name)), onclick: async () => { if (!chosen.delete(name)) chosen.add(name); draw(await read()); } }, LAYER_TITLES[name] ?? name))));
+  };
+  const answer = await read();
+  if (!answer.x.length) return [empty("No layer sample yet: the guard takes one every guard.look_every steps.")];
+  draw(answer);
+  return [el("p", { class: "note" }, `${count(answer.x.length)} columns from ${xText(answer.x[0])} to ${xText(answer.x[answer.x.length - 1])}. A column shows the highest value of its samples.`), tools, maps];
 }
 
 // Columns `own_s.3` as one map a quantity: `{own_s: [["3", "ranks:own_s.3"]]}`.
@@ -96,6 +119,7 @@ function families(names) {
 export async function ranksPanel(run, facts) {
   const { names } = await get(`${runPath(run)}/names`), parts = [];
   for (const [quantity, columns] of Object.entries(families(names.ranks ?? []))) {
+    if (/^gpu_(throttle|max_clock_mhz)$/.test(quantity)) continue;
     const answer = await get(`${runPath(run)}/series`, { names: columns.map(([, name]) => name).join("|"), x: state.x, from: state.from, to: state.to, bins: 400 });
     const group = answer.groups.find((one) => one.journal === "ranks");
     if (group) parts.push(heatmap(quantity, columns.map(([name]) => `rank ${name}`), group.x, columns.map(([, name]) => group.series[name].mean)));
@@ -111,9 +135,10 @@ export async function ranksPanel(run, facts) {
 
 export async function comparePanel(run) {
   if (!others().length) return [empty("Tick other runs in the list: their curves are drawn over this one, and the settings that differ are listed here.")];
-  const runs = [run, ...others()], { rows } = await get("compare", { runs: runs.join("|") });
-  if (!rows.length) return [empty("All settings are equal.")];
-  return [el("p", { class: "note" }, `${rows.length} settings differ. Those that begin with "plan:" were decided, the others were asked for.`), table(["setting", ...runs], rows.map((row) => [el("code", {}, row.key), ...row.values.map(text)]))];
+  const runs = [run, ...others()].slice(0, 32), answer = await get("compare", { runs: runs.join("|") }), { rows, results } = answer;
+  const picture = parallelCoordinates(answer.runs, rows, results);
+  if (!rows.length) return [picture, empty("All settings are equal.")].filter(Boolean);
+  return [picture, el("p", { class: "note" }, `${rows.length} settings differ. Those that begin with "plan:" were decided, the others were asked for.`), table(["setting", ...answer.runs], [...results, ...rows].map((row) => [el("code", {}, row.key), ...row.values.map(text)]))].filter(Boolean);
 }
 
 // Buttons that ask the live run. What became of it is an event.
@@ -129,10 +154,11 @@ export function controlBar(run, pulse) {
     button("Save now", () => ask("save")), button("Evaluate now", () => ask("evaluate")), button("Pause", () => ask("pause")), button("Resume", () => ask("resume")),
     button("Learning rate ×", () => { const factor = prompt("Factor on the schedule's learning rate from now on, such as 0.5"); if (factor) ask("lr", Number(factor)); }),
     button("Roll back", () => { const step = prompt("Step to go back to; empty for the newest healthy state"); if (step !== null) ask("rollback", step === "" ? undefined : Number(step)); }, true),
+    button("Profile 10 steps", () => ask("profile")),
     button("Stop", () => sure("Save and stop the run?", "stop"), true), said);
 }
 
 export function openHelp() {
-  const keys = [["/", "find charts"], ["j k", "next and previous run"], ["1 … 8", "tabs"], ["l", "logarithmic axis"], ["r", "whole range"], ["x", "axis: step, tokens, time"], ["m", "marks: incidents or all"], ["t", "dark or light"], ["Esc", "close"]];
+  const keys = [["/", "find charts"], ["j k", "next and previous run"], ["1 … 9, 0", "tabs"], ["l", "logarithmic axis"], ["r", "whole range"], ["x", "axis: step, tokens, time"], ["m", "marks: incidents or all"], ["t", "dark or light"], ["Esc", "close"]];
   openDialog("Keys", table(["", ""], keys.map(([key, what]) => [el("kbd", {}, key), what])), el("p", { class: "note" }, "Drag over a chart to zoom all of them; double-click for the whole range. Marks on the curves open their reports. The address holds the view: copy it to share it."));
 }
