@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bessemer.errors import UserError
-from bessemer.spec.document import apply_override, parse_yaml
+from bessemer.spec.document import apply_override, edit_text, parse_yaml
 
 
 def value_of(text: str) -> Any:
@@ -226,3 +226,25 @@ def test_what_a_setting_opened_is_placed_at_the_setting(text: str) -> None:
     assert document.place(("model", "width")) == "--set model.width.x=3"
     assert document.rank(("model", "width"))[0] == 1
     assert document.place(("model",)) == "run.yaml:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value", "edited"),
+    [
+        ("a: 1  # one\nb: 2\n", "a", "3", "a: 3  # one\nb: 2\n"),
+        ("a: 1\n", "b.c", "x", "a: 1\nb:\n  c: x\n"),
+        ("a: {x: 1}  # in braces\n", "a.y", "2", "a: {y: 2, x: 1}  # in braces\n"),
+        ("a: {}\n", "a.y.z", "2", "a: {y: {z: 2}}\n"),
+        ("a:\n  # why\n  x: 1\nb: 2\n", "a.y", "2", "a:\n  # why\n  y: 2\n  x: 1\nb: 2\n"),
+        ("a:\n    x: 1\n", "a.y.z", "2", "a:\n    y:\n      z: 2\n    x: 1\n"),
+        ("a: short\n", "a.x", "1", "a: {x: 1}\n"),
+        ('{"a": {"x": 1}}', "a.x", "2", '{"a": {"x": 2}}'),
+        ("# nothing\n", "a.x", "1", "# nothing\na:\n  x: 1\n"),
+    ],
+)
+def test_a_key_is_set_in_the_text(text: str, key: str, value: str, edited: str) -> None:
+    assert edit_text(text, key, value) == edited
+    inner = parse_yaml(edited, "spec.yaml").data
+    for part in key.split("."):
+        inner = inner[part]
+    assert str(inner) == value

@@ -37,6 +37,7 @@ DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 USUAL = ("dp_replicate", "dp_shard", "dp_replicate=2+dp_shard")  # layouts that every model supports
 ROWS = 16  # of a step, if only a model is named
 BUSY = 0.5  # load per core above which measurements on a CPU are unreliable
+ENDS_S = 30.0  # for a process that is asked to end
 NOISE = 0.03  # of throughputs; within it the layout with less memory is suggested
 Layout = dict[str, int]
 
@@ -141,10 +142,10 @@ def spec_of(
     return load_spec(path, settings), shape.vocab if named else None
 
 
-def timed_spec(spec: RunSpec, layout: Layout, batch_tokens: int, steps: int) -> RunSpec:
-    """The spec as a worker runs it: in this layout, only as many steps as needed, without guard (which would stop runs
-    that do not communicate) and remote checkpoints."""
-    degrees = {key: layout.get(key, 1) for key in DEGREES}
+def timed_spec(spec: RunSpec, layout: Layout | None, batch_tokens: int, steps: int) -> RunSpec:
+    """The spec as a worker runs it: in this layout (None: in the spec's), only as many steps as needed, without guard
+    (which would stop runs that do not communicate) and remote checkpoints."""
+    degrees = {} if layout is None else {key: layout.get(key, 1) for key in DEGREES}
     budget: dict[str, Any] = {"steps": WARMUP + steps + 2, "tokens": None, "batch": batch_tokens, "batch_changes": []}
     return spec.model_copy(
         update={
@@ -157,7 +158,7 @@ def timed_spec(spec: RunSpec, layout: Layout, batch_tokens: int, steps: int) -> 
     )
 
 
-def run_workers(folder: Path, ranks: int, threads: int | None) -> str:
+def run_workers(folder: Path, ranks: int, threads: int | None, timeout_s: float | None = None) -> str:
     """Start the processes of one measurement and wait for them; what was wrong, if anything."""
     command = [sys.executable, "-m"]
     if ranks > 1:
@@ -167,7 +168,15 @@ def run_workers(folder: Path, ranks: int, threads: int | None) -> str:
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
-            code = process.wait()
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                process.wait(ENDS_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            return f"not done after {timeout_s:.0f} s"
         except BaseException:  # Ctrl-C: torchrun ends its processes when it is asked to
             process.terminate()
             process.wait()

@@ -1,12 +1,14 @@
-"""`bessemer bench`: the peak speed of this machine for the planner, how training scales, and load on a server."""
+"""`bessemer bench`: the peak speed of this machine for the planner, how training scales, faster settings of a run, and
+load on a server."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import typer
 
-from bessemer.cli.console import AS_JSON, DEVICE, SETTINGS, CommandGroup
+from bessemer.cli.console import AS_JSON, DEVICE, SETTINGS, SPEC, CommandGroup
 from bessemer.errors import UserError
 
 app = typer.Typer(cls=CommandGroup)
@@ -98,6 +100,50 @@ def scaling(
 
 
 @app.command()
+def optimise(
+    spec: Path = SPEC,
+    settings: list[str] = SETTINGS,
+    allow: list[str] = typer.Option(
+        [], "--allow", help="precision (bf16, tf32) or fp8: changes that alter the numbers of every pass. Repeatable."
+    ),
+    minutes: float = typer.Option(15.0, "--minutes", min=0.5, help="Time for all trials."),
+    trials: int = typer.Option(24, "--trials", min=3, help="Most measurements, the first two of the spec as given."),
+    seconds: float = typer.Option(4.0, "--seconds", min=0.1, help="Timed part of each trial, of at least three steps."),
+    out: Path | None = typer.Option(None, "--out", help="Write the best spec here, with the comments of the original."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Measure which settings train this spec faster here: compile, micro-batch, recomputation, layout, data workers,
+    precision if allowed. Each trial trains some steps of the real run and discards them.
+
+    Example: bessemer bench optimise my-run.yaml --allow precision --out fast.yaml
+    """
+    import shlex
+    import sys
+
+    from bessemer.bench.optimise import Optimiser, as_settings, table, write_best
+    from bessemer.cli.console import print_json
+
+    if "WORLD_SIZE" in os.environ:
+        raise UserError("bench optimise starts processes itself: run it without torchrun")
+    if out is not None and out.exists():
+        raise UserError(f"--out {out}: the file exists: give another name, or remove it")
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    result = Optimiser(spec, settings, allow, 60 * minutes, trials, seconds, report).run()
+    best = [*settings, *as_settings(result.best)]
+    command = ["bessemer", "train", str(spec), *(part for setting in best for part in ("--set", setting))]
+    if out is not None:
+        write_best(spec, best, out)
+        command = ["bessemer", "train", str(out)]
+    if as_json:
+        print_json(result.to_json() | {"command": shlex.join(command)})
+    else:
+        print("\n".join(["", *table(result), f"train with it: {shlex.join(command)}"]))
+
+
+@app.command()
 def serve(
     url: str = typer.Argument(help="An OpenAI-compatible server, such as http://127.0.0.1:8000/v1."),
     model: str | None = typer.Option(None, "--model", help="The model's name (default: the server's first)."),
@@ -122,7 +168,6 @@ def serve(
     Example: bessemer bench serve http://127.0.0.1:8000/v1 --rate 8 --slo interactive
     """
     import json
-    import os
     import sys
     from dataclasses import asdict
 

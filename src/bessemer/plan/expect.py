@@ -16,7 +16,7 @@ from typing import Any
 
 from bessemer.errors import UserError
 from bessemer.plan.cost_model.memory import Passes, estimate_memory, rank_needs
-from bessemer.plan.cost_model.operators import constants, step_work
+from bessemer.plan.cost_model.operators import Constants, constants, step_work
 from bessemer.plan.cost_model.step_time import StepSetup, padded_rows, step_time
 from bessemer.plan.decide import TrainPlan, with_weights
 from bessemer.plan.decision import Plan
@@ -35,6 +35,7 @@ SUFFIX = ".runs.jsonl"
 MEMORY_ERROR = 0.05  # of a GPU's peak; twice that is the worst of all peaks in docs/cost-model.md
 PROCESS_ERROR = 0.15  # of a process on a CPU, whose libraries take more than a small model
 MEASURED_ERROR = 0.125  # of a step time from one measured row: an assumption, not a fit
+EAGER_PASSES = 2.0  # over memory by element-wise work, relative to compiled layers
 BAR = 2.0  # times the mean error: 90 % of measured rows are within 1.4 to 2.8 times it (data/steptime.json)
 LATER = "predictions begin after the first run here, or after `bessemer bench`"
 
@@ -295,13 +296,24 @@ def _predict_step(occasion: RunSetup) -> tuple[float, float, str] | str:
             recompute,  # type: ignore[arg-type]
             sequence_parallel=layout.tp > 1,
         )  # fmt: skip
-        time = step_time(setup, with_ceilings(cluster, saved_ceilings(gpu)))
+        fitted = constants() if occasion.compiled else uncompiled_constants()
+        time = step_time(setup, with_ceilings(cluster, saved_ceilings(gpu)), fitted)
     except UserError as error:  # the GPU is not in the catalogue, or lacks the precision
         return str(error).partition(":")[0]
     if not occasion.compiled:
         wide = constants().errors["unmeasured"]
-        return time.total_s, wide["mean_absolute_error"], f"{wide['of']}; for compiled layers, which these are not"
+        return time.total_s, wide["mean_absolute_error"], f"{wide['of']}; layers that are not compiled are assumed"
     return time.total_s, time.error, time.basis
+
+
+def uncompiled_constants() -> Constants:
+    """For layers that are not compiled: launches as measured without compilation, and twice the passes over memory,
+    which is an assumption."""
+    fitted = constants()
+    fused, separate = fitted.habits["compiled"], fitted.habits["fsdp"]
+    passes = {name: EAGER_PASSES * getattr(fused, name) for name in ("whole_passes", "attention_passes", "ffn_passes")}
+    eager = replace(fused, launch_s=separate.launch_s, launch_tp_s=separate.launch_tp_s, **passes)
+    return replace(fitted, habits={**fitted.habits, "compiled": eager})
 
 
 def _estimate_memory(occasion: RunSetup) -> int:

@@ -69,6 +69,8 @@ class Injection(Protocol):
 class Session:
     """One start of a run, in one process."""
 
+    adds_to_history = True  # whether its speed corrects later predictions on this machine
+
     def __init__(
         self,
         spec: RunSpec,
@@ -156,7 +158,7 @@ class Session:
             return Outcome("finished", f"the budget was spent already; raise budget.{key} to train on", job.start_step)
         with use_tf32(job.plan.precision):
             outcome = self._loop(job)
-        comparison.record(keep=self.faults is None)
+        comparison.record(keep=self.faults is None and self.adds_to_history)
         return outcome
 
     def _open_checkpoints(self, run: RunWriter) -> PreviousStart:

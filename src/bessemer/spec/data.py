@@ -324,6 +324,13 @@ class DataSpec(SpecSection):
         ["runs/a/exclusions.jsonl"],
     )
     cross_documents: bool = setting(False, "let attention cross document boundaries", False)
+    workers: int = setting(
+        1,
+        "threads that assemble batches ahead of the loop; 0 assembles a step's batches when it starts",
+        2,
+        ge=0,
+        le=64,
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -204,3 +204,40 @@ def _as_container(inner: Any, path: KeyPath, next_part: str) -> Any:
     if path[:2] == ("data", "sources") and len(path) == 3 and isinstance(inner, (str, list)):
         return {"path": inner}
     return inner if isinstance(inner, list) else {}
+
+
+def edit_text(text: str, key: str, value: str) -> str:
+    """The YAML text with one dotted key set to `value`, which is YAML on one line. Comments, order and everything else
+    stay as they are."""
+    parts, node = key.split("."), _compose(text, key)
+    if node is None:
+        return text + f"{_nested(parts, value)}\n"
+    while parts and isinstance(node, yaml.MappingNode):
+        inner = next((item for name, item in node.value if name.value == parts[0]), None)
+        if inner is None:
+            return _insert(text, node, parts, value)
+        node, parts = inner, parts[1:]
+    return text[: node.start_mark.index] + _nested(parts, value, flow=True) + text[node.end_mark.index :]
+
+
+def _nested(parts: list[str], value: str, flow: bool = False, indent: str = "") -> str:
+    """`a: {b: value}` in block or flow style; without parts the value."""
+    if not parts:
+        return value
+    if flow:
+        return f"{{{parts[0]}: {_nested(parts[1:], value, flow=True)}}}"
+    inner = _nested(parts[1:], value, indent=indent + "  ")
+    return f"{parts[0]}:\n{indent}  {inner}" if parts[1:] else f"{parts[0]}: {inner}"
+
+
+def _insert(text: str, node: yaml.MappingNode, parts: list[str], value: str) -> str:
+    """Before the first key of a mapping in its style; at the end of the document's own mapping."""
+    if node.flow_style:
+        at = node.start_mark.index + 1
+        rest = ", " if node.value else ""
+        return f"{text[:at]}{_nested(parts, value, flow=True)[1:-1]}{rest}{text[at:]}"
+    first = node.value[0][0].start_mark
+    if first.column == 0:
+        return f"{text.rstrip()}\n{_nested(parts, value)}\n"
+    indent = " " * first.column
+    return f"{text[: first.index]}{_nested(parts, value, indent=indent)}\n{indent}{text[first.index :]}"

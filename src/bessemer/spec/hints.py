@@ -130,6 +130,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
         "weights are quantized to 4 bits only (adapter.base: nf4); moments can be, see also memory.weights",
     ),
     "parallel.threads": ("num_threads omp_num_threads", ""),
+    "data.workers": ("num_workers dataloader_num_workers dataloader_workers", "threads, not processes"),
     "parallel.engine": (
         "deepspeed deepspeed_config",
         "write deepspeed; its settings are in parallel.deepspeed, not in a JSON file",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bessemer.data.stream.batches import Prefetch
+from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.guard.alignment import ALIGNMENT_ALARMS
 from bessemer.run.control import ControlRequest
 from bessemer.run.journal import last_record
@@ -79,8 +80,10 @@ class TrainLoop:
         job, world = self.job, self.job.world
         self.start()
         pin = job.engine.device.type == "cuda"
-        depth = 0 if job.rollouts else 2  # the next round is not made yet
-        with Prefetch(job.data.stream, job.plan.micro_rows, world.dp_rank, world.layout.dp, depth, pin=pin) as prefetch:
+        stream, workers = job.data.stream, job.spec.data.workers
+        depth = 0 if job.rollouts or not workers else max(2, workers)  # the next round of rollouts is not made yet
+        threads = 1 if isinstance(stream, IterableStream) else max(1, workers)  # an iterable has an order
+        with Prefetch(stream, job.plan.micro_rows, world.dp_rank, world.layout.dp, depth, threads, pin) as prefetch:
             for step in range(job.start_step, self.total):
                 if outcome := self.run_step(step, prefetch):
                     return outcome

@@ -68,6 +68,15 @@ class Layout:
 ONE_PROCESS = Layout()
 
 
+def count_processes(parallel: ParallelSpec, gpus: int) -> int:
+    """The number of processes that a run starts on one machine: the product of the parallel degrees, at least one for
+    each of its GPUs."""
+    product = parallel.tp * parallel.cp * parallel.pp
+    product *= 1 if parallel.dp_replicate == "auto" else parallel.dp_replicate
+    product *= parallel.ep if parallel.dp_shard == "auto" else parallel.dp_shard
+    return max(product, gpus)
+
+
 def decide_layout(spec: RunSpec, shape: ModelShape, context: int, machine: Machine, size: int, plan: Plan) -> Layout:
     """The layout that the spec sets. What it leaves open depends on whether one device easily holds a full replica.
     Both choices give the same losses, so a resumed run may change them."""
