@@ -17,6 +17,7 @@ PIP_SELF := $(PIP) --no-build-isolation
 CORE_STAMP := $(VENV)/.installed-core
 DEV_STAMP := $(VENV)/.installed-dev
 BENCH_STAMP := $(VENV)/.installed-bench
+DOCS_STAMP := $(VENV)/.installed-docs
 PEERS_STAMP := $(PEERS)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -26,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-all lint format chaos bench bench-planner clean
+.PHONY: help install demo test test-all lint format docs chaos bench bench-planner clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -72,6 +73,10 @@ format: $(DEV_STAMP) ## format the code and apply ruff's safe fixes
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
+docs: $(DOCS_STAMP) ## the documentation site in build/docs; broken links and pages outside of the navigation fail
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "written  build/docs/index.html"
+
 chaos: $(CORE_STAMP) ## break runs of three sizes on purpose, 200 faults of all kinds (half an hour on two cores)
 	@$(BIN)/bessemer chaos recipes/chaos.yaml --count 128 --jobs $(WORKERS) --folder runs/chaos/small
 	@$(BIN)/bessemer chaos recipes/chaos.yaml --count 48 --jobs $(WORKERS) --seed 1 --folder runs/chaos/medium --set model.width=96 --set model.layers=3
@@ -116,6 +121,11 @@ $(CORE_STAMP): pyproject.toml constraints.txt
 $(DEV_STAMP): $(CORE_STAMP)
 	@echo "Installing the development tools"
 	@$(PIP_SELF) -e ".[dev]"
+	@touch $@
+
+$(DOCS_STAMP): $(CORE_STAMP)
+	@echo "Installing what builds the documentation"
+	@$(PIP_SELF) -e ".[docs]"
 	@touch $@
 
 $(BENCH_STAMP): $(CORE_STAMP)

@@ -28,7 +28,11 @@ _PUBLIC = {
     "Plan": "bessemer.plan.decision",
     "TokenStore": "bessemer.data.store.token_store",
     "BatchStream": "bessemer.data.stream.batches",
-    "train_run": "bessemer.session.session:train",
+    "plan_run": "bessemer.session.api",
+    "train_run": "bessemer.session.api",
+    "evaluate_run": "bessemer.session.api",
+    "plot_run": "bessemer.session.api",
+    "documents_of": "bessemer.session.replay",
     "UserError": "bessemer.errors",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,7 +13,6 @@ from bessemer.errors import UserError
 
 if TYPE_CHECKING:
     from bessemer.evaluate.results import Evaluation
-    from bessemer.evaluate.run_tasks import TaskSettings
 
 app = typer.Typer(
     cls=group_with_default("model"), no_args_is_help=True,
@@ -70,6 +69,7 @@ def evaluate(
         from bessemer.cli.evaluate_needle import measure
 
         return measure(model, lengths, kind, trials, seed, checkpoint, device, as_json)
+    from bessemer.evaluate.model import evaluate_model, results_folder
     from bessemer.evaluate.run_tasks import TaskSettings, open_tasks
 
     names = tuple(name.strip() for name in f"{tasks},{suite}".split(",") if name.strip())
@@ -79,51 +79,14 @@ def evaluate(
     settings = TaskSettings(names, limit, shots, chat, data, seed, formats)
     opened = open_tasks(settings)
     with working("loading the model") as report:
-        result = _evaluate(model, checkpoint, device, settings, opened, texts, held_out, contamination, report)
-    folder = out or _default_folder(model, checkpoint)
+        result = evaluate_model(
+            model, settings, opened, checkpoint, device, texts, held_out, contamination, report=report
+        )
+    folder = out or results_folder(model, checkpoint)
     path = result.write(folder) if folder else None
     _print(result, path, as_json)
     _check_gates(result, gates)
     return None
-
-
-def _evaluate(
-    model: Path, checkpoint: str, device: str, settings: TaskSettings, tasks: Any, texts: list[str], held_out: bool,
-    contamination: bool, report: Any,
-) -> Evaluation:  # fmt: skip
-    from bessemer.evaluate.contamination import mark_contaminated
-    from bessemer.evaluate.held_out import run_held_out, text_losses
-    from bessemer.evaluate.language_model import LanguageModel
-    from bessemer.evaluate.registered import compare_registration
-    from bessemer.evaluate.run_tasks import run_tasks
-    from bessemer.train.trained import find_model, load_model
-
-    place = find_model(model, checkpoint).place
-    loaded = load_model(model, checkpoint, device)
-    if loaded.model.head_weight.device.type == "cuda":
-        import torch
-
-        loaded.model.to(torch.bfloat16)
-    reader = LanguageModel(loaded, settings.chat, report, settings.seed)
-    result = run_tasks(reader, settings, tasks)
-    result.model = str(model)
-    if held_out:
-        result.held_out |= run_held_out(loaded, place)
-    result.held_out |= text_losses(reader, texts)
-    if contamination:
-        result.settings["contamination"] = mark_contaminated(result, place, report)
-    result.settings["checkpoint"] = checkpoint
-    result.settings |= compare_registration(place, result.settings["registration"])
-    return result
-
-
-def _default_folder(model: Path, checkpoint: str) -> Path | None:
-    from bessemer.train.trained import find_model
-
-    files = find_model(model, checkpoint)
-    if files.checkpoint is None or not (files.place / "events.jsonl").exists():
-        return None
-    return files.place / "evaluations" / files.checkpoint.name
 
 
 def _print(result: Evaluation, path: Path | None, as_json: bool) -> None:

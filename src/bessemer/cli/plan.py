@@ -11,7 +11,7 @@ import typer
 from bessemer.cli.console import CommandGroup
 
 if TYPE_CHECKING:
-    from bessemer.plan.request import InterviewAnswers, PlanRequest
+    from bessemer.plan.request import InterviewAnswers
     from bessemer.plan.search.budget import BudgetRanking
     from bessemer.plan.search.proposal import Proposal
 
@@ -63,26 +63,27 @@ def run(
     from bessemer.plan.local import OTHER_MACHINES, check_options, local_json, local_lines
     from bessemer.plan.request import InterviewAnswers, parse_count_option
     from bessemer.plan.search.proposal import check_rate
+    from bessemer.session.planning import local_gpus, propose_on, request_plan
 
     if spec is None and not (model and gpus):
         _plan_answers(_ask_missing(InterviewAnswers(model, tokens, gpus)), network, settings, write, as_json)
         return
-    request = _request(spec, model, tokens, settings)
-    local_gpus = None
+    request = request_plan(spec, model, tokens, settings)
+    here = None
     if gpus is None:
-        from bessemer.train.speed import catalogued_gpus, plan_measured
+        from bessemer.train.speed import plan_measured
 
-        local_gpus = catalogued_gpus(request.spec.parallel)
-        if local_gpus is None:
+        here = local_gpus(request)
+        if here is None:
             check_options({"--write": write, "--network": network, "--tokens-per-second": tokens_per_second})
             local = plan_measured(request)
             _print(local_json(local), local_lines(local), as_json)
             return
-    proposal = _propose(request, gpus or local_gpus, network)
+    proposal = propose_on(request, gpus or here, network)
     if rate := parse_count_option("--tokens-per-second", tokens_per_second):
         check_rate(proposal, rate)
     _print_proposal(proposal, as_json)
-    if local_gpus and not as_json:
+    if here and not as_json:
         print(f"  others  {OTHER_MACHINES}")
     _write(proposal, write, as_json)
 
@@ -106,6 +107,7 @@ def search(
     """
     from bessemer.plan.request import parse_count_option, parse_limits, request_from_options
     from bessemer.plan.search.budget import choose_model, search_budget
+    from bessemer.session.planning import request_plan
 
     if not (budget or deadline):
         raise _error("plan search: write --budget, such as 5000usd, --deadline, such as 30d, or both")
@@ -118,7 +120,7 @@ def search(
             lambda size, count: request_from_options(size, count, settings), gpus, network,
         )  # fmt: skip
     else:
-        request = _request(spec, model, tokens, settings)
+        request = request_plan(spec, model, tokens, settings)
     ranking = search_budget(request, limits, gpus, network)
     _print_ranking(ranking, as_json)
     _write(ranking.best, write, as_json)
@@ -139,8 +141,9 @@ def simulate(
     from bessemer.plan.present import proposal_json, proposal_lines
     from bessemer.plan.search.budget import alternative_lines
     from bessemer.plan.simulate.run import run_simulation, simulation_json, simulation_lines
+    from bessemer.session.planning import propose_on, request_plan
 
-    proposal = _propose(_request(spec, model, tokens, settings), gpus, network)
+    proposal = propose_on(request_plan(spec, model, tokens, settings), gpus, network)
     simulation = run_simulation(proposal, seed, picture)
     text = [*proposal_lines(proposal), *alternative_lines(proposal), "", *simulation_lines(simulation)]
     _print(proposal_json(proposal) | {"simulation": simulation_json(simulation)}, text, as_json)
@@ -221,8 +224,9 @@ def job(
     Example: bessemer plan job my-7b.yaml --gpus 16xA100-80GB --on slurm
     """
     from bessemer.launch.submit import planned_request, write_planned
+    from bessemer.session.planning import propose_on, request_plan
 
-    proposal = _propose(_request(spec, None, None, []), gpus, None)
+    proposal = propose_on(request_plan(spec, None, None, []), gpus, None)
     price = proposal.costs[0].price if proposal.costs else None
     options = {"image": image, "volume": volume, "install": install, "hosts": hosts}
     request = planned_request(spec, spec.read_text(), on, proposal.goal.cluster, price, options)
@@ -305,9 +309,11 @@ def _plan_answers(
     answers: InterviewAnswers, network: str | None, settings: list[str], write: Path | None, as_json: bool
 ) -> None:
     """The plan of an interview: on the named GPUs, or the best within the budget and deadline."""
-    request = _request(None, answers.model, answers.tokens, settings)
+    from bessemer.session.planning import propose_on, request_plan
+
+    request = request_plan(None, answers.model, answers.tokens, settings)
     if answers.gpus:
-        proposal = _propose(request, answers.gpus, network)
+        proposal = propose_on(request, answers.gpus, network)
         _print_proposal(proposal, as_json)
     else:
         from bessemer.plan.request import parse_limits
@@ -317,57 +323,6 @@ def _plan_answers(
         proposal = ranking.best
         _print_ranking(ranking, as_json)
     _write(proposal, write, as_json)
-
-
-def _request(spec: Path | None, model: str | None, tokens: str | None, settings: list[str]) -> PlanRequest:
-    """From a spec, over which the options count as `--set` does, or from the options alone."""
-    from dataclasses import replace
-
-    from bessemer.plan.request import depends_on_data, parse_count_option, request_from_options, request_from_spec
-
-    count = parse_count_option("--tokens", tokens)
-    if spec is None:
-        if model is None:
-            raise _error("write --model, such as --model 7b, or name a spec")
-        return request_from_options(model, count, settings)
-    from bessemer.spec.load import load_document
-    from bessemer.spec.rl_checks import with_companions
-
-    overrides = [f"model={model.upper()}"] if model else []
-    overrides += [f"budget.tokens={count}"] if count else []
-    loaded = load_document(spec, [*settings, *overrides])
-    run = with_companions(loaded.spec)
-    if "name" not in loaded.document.data:  # a spec that is written from this one gets the name of its own file
-        run = run.model_copy(update={"name": "auto"})
-    sources, vocab = {}, None
-    if depends_on_data(run) or run.tokenizer.path:
-        from bessemer.data.estimate import estimate_sizes, estimate_vocab
-
-        sources = estimate_sizes(run) if depends_on_data(run) else {}
-        vocab = estimate_vocab(run, sources)
-    if run.model.hf is None and not run.models:
-        return replace(request_from_spec(run, None, vocab), sources=sources)
-    from bessemer.export.describe import find_shape  # reads config.json, and loads torch for it
-    from bessemer.plan.cost_model.memory import OtherModel
-
-    request = request_from_spec(run, find_shape(run.model.hf) if run.model.hf else None, vocab)
-    models = {name: other for name, other in run.models.items() if name != "teacher" or not run.distill.stored}
-    others = (OtherModel(name, find_shape(other.path), other.train) for name, other in models.items())
-    return replace(request, others=tuple(others), sources=sources)
-
-
-def _propose(request: PlanRequest, gpus: str | None, network: str | None) -> Proposal:
-    """The plan on the named GPUs, or on this machine's if they are in the catalogue."""
-    from bessemer.plan.hardware import parse_cluster
-    from bessemer.plan.search.proposal import propose
-
-    if gpus is None and not request.from_options:
-        from bessemer.train.speed import catalogued_gpus
-
-        gpus = catalogued_gpus(request.spec.parallel)
-    if gpus is None:
-        raise _error("write --gpus, such as --gpus 8xH100")
-    return propose(request, parse_cluster(gpus, network))
 
 
 def _print_proposal(proposal: Proposal, as_json: bool) -> None:

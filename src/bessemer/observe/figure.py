@@ -139,6 +139,10 @@ class LineChart:
                 parts.append(f'{line} stroke-dasharray="3 3"/>{label}')
         return _chart(self.title, x, y, self.x_label, "".join(parts))
 
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return svg_file(self.svg())
+
     def _path(self, x: Axis, y: Axis, values: Sequence[float]) -> str:
         path, command, previous = [], "M", -math.inf
         for at, value in zip(self.x, values, strict=True):

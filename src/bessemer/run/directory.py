@@ -65,6 +65,14 @@ class Run:
             raise UserError(f"{folder}: not a run (no events.jsonl); `bessemer runs` lists runs")
         return run
 
+    @classmethod
+    def open(cls, run: str | Path, runs: str | Path = "runs") -> Run:
+        """A run by its folder, or by its name in `runs`."""
+        for folder in (Path(run), Path(runs) / run):
+            if (folder / "events.jsonl").exists():
+                return cls(folder)
+        raise UserError(f"{run}: no such run, neither as a folder nor in {runs}/; `bessemer runs` lists runs")
+
     @property
     def name(self) -> str:
         return self.folder.name
@@ -114,6 +122,34 @@ class Run:
 
     def events(self, kind: str | None = None) -> Iterator[Record]:
         return (event for event in read_records(self.events_path) if kind is None or event.get("kind") == kind)
+
+    def columns(self, *names: str) -> dict[str, list[Any]]:
+        """The records of steps as columns of one length, for tables and plots. None where a step lacks the metric.
+        Without names: every metric."""
+        records = list(self.metrics())
+        known = dict.fromkeys(key for record in records for key in record)
+        if unknown := [name for name in names if name not in known]:
+            raise UserError(f"{unknown[0]}: no such metric in {self.folder}; there are {', '.join(known) or 'none'}")
+        return {name: [record.get(name) for record in records] for name in names or known}
+
+    @property
+    def plan(self) -> dict[str, dict[str, Any]]:
+        """The planner's decisions by key, each with value, reason, source and basis. Empty before the first start."""
+        path = self.folder / "plan.json"
+        decisions = json.loads(path.read_text())["decisions"] if path.exists() else []
+        return {decision["key"]: decision for decision in decisions}
+
+    @property
+    def complete_checkpoints(self) -> list[Path]:
+        """The folders of complete checkpoints, oldest first."""
+        manifests = self.checkpoints.glob("step-*/manifest.json")
+        return sorted((path.parent for path in manifests), key=lambda folder: folder.name)
+
+    @property
+    def evaluations(self) -> dict[str, dict[str, Any]]:
+        """Results of `bessemer evaluate` by checkpoint, in the shape of results.json."""
+        paths = sorted(self.folder.glob("evaluations/*/results.json"))
+        return {path.parent.name: json.loads(path.read_text()) for path in paths}
 
     @property
     def state(self) -> str:

@@ -7,7 +7,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,9 +95,9 @@ def _field(path: KeyPath) -> FieldInfo | None:
     return (_fields_at(path[:-1]) or {}).get(str(path[-1])) if path else None
 
 
-def yaml_text(value: Any) -> str:
+def yaml_text(value: Any, dumper: type[yaml.SafeDumper] = yaml.SafeDumper) -> str:
     """A value as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
+    text = yaml.dump(value, Dumper=dumper, default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
@@ -324,10 +324,9 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {reason}") from None
 
 
-def load_document(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> LoadedSpec:
-    """Read a file, apply overrides, validate."""
-    path = Path(path)
-    document = parse_yaml(read_text(path), str(path))
+def load_document(source: str | Path | Mapping[str, Any] | RunSpec, overrides: Sequence[str] = ()) -> LoadedSpec:
+    """Read a file, or take a spec's keys as a mapping; apply overrides, validate."""
+    document = _to_document(source)
     if "stages" in document.data:
         raise UserError(
             f"{document.place(('stages',))}: stages: is for `bessemer train` and `bessemer spec check`; for other "
@@ -345,7 +344,24 @@ def load_document(path: str | Path, overrides: list[str] | tuple[str, ...] = ())
         raise SpecError([*error.problems, *problems]) from None
     if problems:
         raise SpecError(problems)
-    return LoadedSpec(with_default_name(spec, path), document)
+    return LoadedSpec(with_default_name(spec, Path(document.name)), document)
+
+
+def _to_document(source: str | Path | Mapping[str, Any] | RunSpec) -> YamlDocument:
+    if isinstance(source, RunSpec):
+        return YamlDocument(parse_yaml(dump_spec(source), source.name).data, source.name)
+    if isinstance(source, Mapping):
+        return YamlDocument(copy.deepcopy(dict(source)), "run")
+    return parse_yaml(read_text(Path(source)), str(source))
+
+
+def override_lines(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Overrides as `--set` takes them: `{"optimizer.lr": 3e-4}` is `optimizer.lr=0.0003`."""
+    if isinstance(overrides, str):
+        return [overrides]
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    return [f"{key}={yaml_text(value, _Dumper)}" for key, value in overrides.items()]
 
 
 def with_default_name(spec: RunSpec, path: Path) -> RunSpec:
@@ -356,9 +372,9 @@ def with_default_name(spec: RunSpec, path: Path) -> RunSpec:
     return spec.model_copy(update={"name": name or "run"})
 
 
-def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
-    """Load a spec file with `--set` style overrides. UserError lists all mistakes."""
-    return load_document(path, overrides).spec
+def load_spec(source: str | Path | Mapping[str, Any] | RunSpec, overrides: Sequence[str] = ()) -> RunSpec:
+    """Load a spec file, or a mapping of its keys, with `--set` style overrides. UserError lists all mistakes."""
+    return load_document(source, overrides).spec
 
 
 def source_spec(settings: dict[str, Any]) -> SourceSpec:
