@@ -1,5 +1,7 @@
 """`recipe: compatible`: defaults for what the spec leaves open."""
 
+from itertools import product
+
 import pytest
 
 from bessemer.errors import UserError
@@ -68,8 +70,9 @@ def test_learns_faster(tmp_path):
     from bessemer.run.directory import Run
     from bessemer.session.session import Session, run_folder
 
-    words = [f"{subject} {verb} the {thing} ." for subject in ("a cat", "my dog", "one bird", "no fish")
-             for verb in ("sees", "hears", "likes") for thing in ("tree", "river", "moon", "stone", "wind")]  # fmt: skip
+    who, does, what = "a cat,my dog,one bird,no fish", "sees,hears,likes", "tree,river,moon,stone,wind"
+    triples = product(*(part.split(",") for part in (who, does, what)))
+    words = [f"{a} {b} the {c} ." for a, b, c in triples]
     text = tmp_path / "text"
     text.mkdir()
     for i in range(200):
