@@ -46,6 +46,8 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 writer, began = EventFileWriter(folder, max_queue_size=1000), time.process_time()
 for line in open(journal):
+    if not line.endswith("\\n"):  # the cut left it
+        break
     record = json.loads(line)
     values = [Summary.Value(tag=key, simple_value=value) for key, value in record.items() if key != "step"]
     writer.add_event(Event(step=record["step"], wall_time=record["step"], summary=Summary(value=values)))
