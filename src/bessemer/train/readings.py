@@ -31,7 +31,7 @@ Readings = dict[str, float]
 
 
 class GpuReader:
-    """One NVIDIA GPU through NVML, from the package nvidia-ml-py. A reading takes about 20 us on an H200."""
+    """One NVIDIA GPU through NVML, from the package nvidia-ml-py. A reading takes about 12 us on an H200."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         nvml.nvmlInit()
