@@ -36,7 +36,7 @@ from bessemer.watch import library as library_module
 from bessemer.watch.library import WatchedRun
 
 NAMED = ("loss", "grad_norm", "lr", "clip", "tokens_per_s", "mfu", "step_s", "data_wait_s")
-ROUNDS = 5
+STEPS, ROUNDS = 1_000_000, 5
 TENSORBOARD = """
 import json, sys, time
 journal, folder = sys.argv[1:]
@@ -46,6 +46,8 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 writer, began = EventFileWriter(folder, max_queue_size=1000), time.process_time()
 for line in open(journal):
+    if not line.endswith("\\n"):  # the cut left it
+        break
     record = json.loads(line)
     values = [Summary.Value(tag=key, simple_value=value) for key, value in record.items() if key != "step"]
     writer.add_event(Event(step=record["step"], wall_time=record["step"], summary=Summary(value=values)))
@@ -63,10 +65,10 @@ print(json.dumps({"load_cpu_s": time.process_time() - began, "load_wall_s": time
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--numbers", type=int, default=40, help="in each record")
     parser.add_argument("--tensorboard", help="a Python that has tensorboard")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE-watch.json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE-watch[-STEPS].json")
     arguments = parser.parse_args()
     report: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
@@ -92,7 +94,8 @@ def write(report: dict[str, Any], save: bool) -> None:
     text = json.dumps(report, indent=1)
     print(text, flush=True)
     if save:
-        path = Path(__file__).parent / "results" / f"{report['date']}-watch.json"
+        which = "" if report["steps"] == STEPS else f"-{report['steps']}"
+        path = Path(__file__).parent / "results" / f"{report['date']}-watch{which}.json"
         path.write_text(text + "\n")
 
 

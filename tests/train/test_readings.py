@@ -52,12 +52,16 @@ def test_rates_of_the_host_are_differences_over_time(tmp_path: Path, monkeypatch
     reader = HostReader(str(tmp_path))
     reader._before |= {"net_send": psutil.net_io_counters().bytes_sent - 4_000_000, "net_receive": 1 << 60}
     reader._before_s = time.monotonic() - 2
+    now = psutil.cpu_times()
+    reader._cpu = now._replace(user=now.user - 3, idle=now.idle - 1)
+    monkeypatch.setattr(psutil, "cpu_times", lambda: now)
     read = reader.read()
+    assert "cpu_busy_share" not in reader.read()  # the processor's counters have not moved
     assert 1_900_000 <= read["net_send_bytes_per_s"] <= 12_000_000
     assert read["net_receive_bytes_per_s"] == 0  # the counter began again
     assert "disk_read_bytes_per_s" not in read and not any("disk_write" in name for name in read)
     assert 0 < read["process_ram_bytes"] < read["ram_bytes"] < psutil.virtual_memory().total
-    assert read["disk_free_bytes"] > 0 and 0 <= read["cpu_busy_share"] <= 1
+    assert read["disk_free_bytes"] > 0 and read["cpu_busy_share"] == pytest.approx(0.75)
 
 
 def test_tokens_per_joule_and_dollar_by_hand() -> None:

@@ -328,7 +328,7 @@ def test_runs_of_a_sweep_as_parallel_coordinates(browser: Any, tmp_path: Path) -
     out = "[...document.querySelectorAll('.parallel polyline.out')].map(line => line.dataset.run).join()"
     assert page.evaluate(out) == "trial-0,trial-1"
     shoot(page, "parallel")
-    page.click(".parallel text.name >> text=validation loss")
+    page.locator(".parallel text.name", has_text="validation loss").click()
     assert page.evaluate(out) == ""
     assert "optimizer.lr" in page.inner_text("#panel table") and page.problems == []
     page.close()

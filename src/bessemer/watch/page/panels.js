@@ -93,7 +93,7 @@ const LINEAR = ["dead", "saturated", "entropy"];
 
 // What the guard measured in each layer, a row of the picture for each.
 export async function layersPanel(run) {
-  const chosen = new Set(["grad_norm", "update_ratio", "dead"]), tools = el("div", { class: "tools" }), maps = el("div", {});
+  const chosen = new Set(["grad_norm", "update_ratio", "dead"]), tools = el("div", { class: "tools" }), maps = el("div", { class: "charts" });
   const read = () => get(`${runPath(run)}/layers`, { x: state.x, from: state.from, to: state.to, quantities: [...chosen].join("|") });
   const draw = (answer) => {
     const shown = Object.entries(answer.maps).map(([name, { layers, rows, bad }]) => heatmap(LAYER_TITLES[name] ?? name, layers, answer.x, rows, { bad, log: !LINEAR.includes(name) }));
