@@ -28,14 +28,13 @@ def count_local_processes(parallel: ParallelSpec) -> int:
     has already started them."""
     if "WORLD_SIZE" in os.environ:
         return 1
-    product = parallel.tp * parallel.cp * parallel.pp
-    product *= 1 if parallel.dp_replicate == "auto" else parallel.dp_replicate
-    product *= parallel.ep if parallel.dp_shard == "auto" else parallel.dp_shard
+    from bessemer.plan.search.layout import count_processes
+
     if parallel.device not in ("auto", "cuda"):
-        return product
+        return count_processes(parallel, 0)
     import torch
 
-    return max(product, torch.cuda.device_count())
+    return count_processes(parallel, torch.cuda.device_count())
 
 
 def check_layout(spec: RunSpec, count: int) -> None:
@@ -102,6 +101,28 @@ def _run_json(folder: Path) -> dict[str, Any]:
     return json_ready(asdict(summarize(Run(folder))))
 
 
+def _rehearse(spec: RunSpec, as_json: bool) -> int:
+    """Plays the rehearsal; the exit code."""
+    from dataclasses import asdict
+
+    import torch
+
+    from bessemer.chaos.rehearsal import Rehearsal, conclusion
+
+    if "WORLD_SIZE" in os.environ:
+        raise UserError("--rehearse starts processes itself: run it without a launcher")
+    gpus = torch.cuda.device_count() if spec.parallel.device in ("auto", "cuda") else 0
+    folder = Path(spec.runs) / f"{spec.name}-rehearsal"
+    stages = Rehearsal(
+        spec, folder, lambda stage: print(stage, file=sys.stderr if as_json else None, flush=True), gpus
+    ).run()
+    if as_json:
+        print_json({"folder": str(folder), "stages": [asdict(stage) for stage in stages]})
+    else:
+        print(conclusion(stages))
+    return int(any(stage.state == "failed" for stage in stages))
+
+
 def train(
     spec: Path = SPEC,
     settings: list[str] = SETTINGS,
@@ -113,12 +134,17 @@ def train(
         False, "--profile", help="Only measure where the time of a step goes; the run is not changed."
     ),
     profile_steps: int = typer.Option(3, help="With --profile: steps to measure, after five of warm-up."),
+    rehearse: bool = typer.Option(
+        False, "--rehearse", help="Play a shrunken copy first: train, save, kill, resume, evaluate, export."
+    ),
     nsight: bool = typer.Option(False, "--nsight", help="Like --profile, for use under nsys or ncu: marks the steps."),
     as_json: bool = AS_JSON,
 ) -> None:
     """Train a run. The same command again continues it.
 
     Example: bessemer train my-run.yaml --set budget.tokens=50M
+
+    Example: bessemer train my-run.yaml --rehearse
     """
     from bessemer.observe.progress import working
     from bessemer.session.recovery.restart import ended_before
@@ -127,6 +153,11 @@ def train(
 
     if has_stages(spec):
         from bessemer.session.stages import REPORT, train_chain
+
+        if rehearse:
+            raise UserError(
+                f"--rehearse {spec}: has stages: pass the spec of one, which train writes to RUNS/NAME/stages/"
+            )
 
         chain = load_chain(spec, settings)
         with lines_on_stderr(as_json):
@@ -137,6 +168,8 @@ def train(
             )
         raise typer.Exit(code)
     run_spec = load_spec(spec, settings)
+    if rehearse:
+        raise typer.Exit(_rehearse(run_spec, as_json))
     if code := ended_before(Path(run_spec.runs) / run_spec.name):
         raise typer.Exit(code)
     with nullcontext() if "RANK" in os.environ else working("loading torch"):
