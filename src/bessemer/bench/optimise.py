@@ -339,7 +339,7 @@ def write_best(target: Path, settings: Sequence[str], out: Path) -> None:
     """The spec with these settings in its text, so that comments and order stay. Settings that cannot be placed there
     lead to a spec written from its values."""
     text = target.read_text(encoding="utf-8")
-    wanted = load_spec(target, settings)
+    wanted = load_spec(target, list(settings))
     for setting in settings:
         key, _, value = setting.partition("=")
         text = edit_text(text, key.strip(), value)
