@@ -148,7 +148,7 @@ class ScalingSession(Session):
         job.data.evaluator.parts.clear()
         job.recorder.profiler = watch = Stopwatch(job.engine.device, self.steps, self.seconds, job.world)
         outcome = train_loop(job)
-        if len(watch.ends_s) < WARMUP + LEAST:
+        if len(watch.ends_s) < WARMUP + watch.steps:
             raise RuntimeError(outcome.reason or f"the run {outcome.kind} after {len(watch.ends_s)} steps")
         rows = job.data.stream.steps.rows(0)
         self.result = {
