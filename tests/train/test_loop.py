@@ -88,6 +88,7 @@ def make_job(tmp_path, shape, store_of, stream_of):
             copy=Interval(4, None),
         )
         spec = SimpleNamespace(
+            data=SimpleNamespace(workers=1),
             guard=GuardSpec(**guard),
             optimizer=OptimizerSpec(),
             checkpoint=CheckpointSpec(),
