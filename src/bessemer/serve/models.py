@@ -124,10 +124,11 @@ def load_served(name: str, folder: Path, options: ModelOptions) -> ServedModel:
 def warm_up(generator: Generator, token: int) -> None:
     """Compile and capture the passes of every batch size, so that no request waits for it. A cache that grows later
     would drop them: it takes its full size now, unless that leaves little for anything else."""
-    free, _ = torch.cuda.mem_get_info(generator.model.head_weight.device)
-    width = generator.model.head_weight.element_size()
-    if (generator.slots + 1) * cache_bytes(generator.model.shape, generator.max_length, width) < RESERVED * free:
-        generator.reserve()
+    weight = generator.model.head_weight
+    if weight.is_cuda:
+        needed = (generator.slots + 1) * cache_bytes(generator.model.shape, generator.max_length, weight.element_size())
+        if needed < RESERVED * torch.cuda.mem_get_info(weight.device)[0]:
+            generator.reserve()
     count = 1
     while count <= generator.slots:
         for temperature in (0.0, 1.0):
