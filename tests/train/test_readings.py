@@ -47,6 +47,18 @@ def test_a_gpu_tells_what_it_has_and_nothing_else() -> None:
     assert GpuReader(Nvml(0x40), "GPU-1").read()["gpu_throttled_share"] == 1.0
 
 
+def test_a_disk_that_does_not_answer_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise OSError(116, "Stale file handle", path)
+
+    reader = HostReader(str(tmp_path))
+    assert "disk_free_bytes" in reader.read()
+    monkeypatch.setattr(psutil, "disk_usage", refuse)
+    read = reader.read()
+    assert "disk_free_bytes" not in read
+    assert read["ram_bytes"] > 0
+
+
 def test_rates_of_the_host_are_differences_over_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)  # a container without /proc/diskstats
     reader = HostReader(str(tmp_path))

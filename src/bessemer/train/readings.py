@@ -21,7 +21,7 @@ from bessemer.guard.machine import HEAT_OR_SUPPLY, POWER_CAP, ThrottleDetector
 from bessemer.plan.cost_model.cost import list_price
 from bessemer.train.job import Recorder
 
-INTERVAL_S = 5.0
+INTERVAL_S, JOIN_S = 5.0, 2.0
 # Of each rank, in metrics/ranks.jsonl.
 RANK_READINGS = (
     "gpu_busy_share", "gpu_temperature_c", "gpu_power_w", "gpu_clock_mhz", "gpu_max_clock_mhz", "gpu_throttle",
@@ -91,8 +91,9 @@ class HostReader:
         readings: Readings = {
             "ram_bytes": memory.total - memory.available,
             "process_ram_bytes": self._process.memory_info().rss,
-            "disk_free_bytes": psutil.disk_usage(self._folder).free,
         }
+        with contextlib.suppress(OSError):  # a network file system that is away for a moment
+            readings["disk_free_bytes"] = psutil.disk_usage(self._folder).free
         if (all_s := sum(cpu) - sum(cpu_before)) > 0:  # psutil's own share is 0 at each thread's first call
             idle_s = sum(getattr(cpu, key, 0.0) - getattr(cpu_before, key, 0.0) for key in ("idle", "iowait"))
             readings["cpu_busy_share"] = round(min(1.0, max(0.0, 1 - idle_s / all_s)), 4)
@@ -161,7 +162,7 @@ class SystemReadings:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(JOIN_S)  # a network file system that hangs must not hold the end of the run
 
     def _work(self) -> None:
         while not self._stop.wait(INTERVAL_S):
