@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ class Tables(Tracker):
     def open(self, info: RunInfo) -> None:
         self._folder = info.folder(self.suffix)
 
-    def _write(self, table: Any, path: Path) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _write(self, table: Any, path: Path) -> None: ...
 
-    def _read(self, path: Path) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self, path: Path) -> Any: ...
 
     def _parts(self, prefix: str) -> list[Path]:
         return sorted(self._folder.glob(f"{prefix}-*.{self.suffix}"))

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +70,7 @@ class Row:
         return {f"{self.prefix}/{name}": value for name, value in self.values.items()}
 
 
-class Tracker:
+class Tracker(ABC):
     """A destination. Any exception means that what was given has to be given again, after a new `open`; UserError means
     that trying again is of no use. Methods that a destination has no use for do nothing."""
 
@@ -84,9 +85,9 @@ class Tracker:
     def open(self, info: RunInfo) -> None:
         """Connect, and continue the run of `info.id`."""
 
+    @abstractmethod
     def rows(self, rows: Sequence[Row]) -> None:
         """Metrics, oldest first. Some may have been given before."""
-        raise NotImplementedError
 
     def cut(self, step: int) -> None:
         """The run went back: rows of steps from `step` on are void and follow again."""
