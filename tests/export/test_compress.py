@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from bessemer.cli.main import app
 from bessemer.data.tokenizer.tokenizer import Tokenizer
 from bessemer.errors import UserError
-from bessemer.export.compress import TOLERANCES, QualityTooLow, compress, text_rows
+from bessemer.export.compress import QualityTooLow, _check_logits, compress, text_rows
 from bessemer.model.families.folder import HfFolder, load_weights
 from bessemer.model.families.registry import read_shape
 from bessemer.model.transformer import Decoder
@@ -201,6 +201,19 @@ def test_gptq_and_awq_of_a_trained_model(trained: tuple[Path, list[Path]], tmp_p
     assert results["auto"].quality.kl < 1.1 * min(results["awq"].quality.kl, results["gptq"].quality.kl)
 
 
+def test_logits_of_the_written_folder_are_compared() -> None:
+    expected_TV = torch.randn(6, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(-1)
+    near_TV, far_TV = ((expected_TV + by * torch.arange(11)).log_softmax(-1) for by in (1e-5, 0.1))
+    gap = float((near_TV - expected_TV).abs().max() / expected_TV.abs().max())
+    assert _check_logits(near_TV, expected_TV, 1e-3, 0.0) == pytest.approx(gap)
+    with pytest.raises(QualityTooLow, match="they differ by"):
+        _check_logits(far_TV, expected_TV, 1e-3, 1.0)
+    between = float((expected_TV.exp() * (expected_TV - far_TV)).sum(-1).mean())
+    assert _check_logits(far_TV, expected_TV, None, between) > 1e-3  # fp8: within what compression itself changed
+    with pytest.raises(QualityTooLow, match="their divergence is"):
+        _check_logits(far_TV, expected_TV, None, between / 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma2", "GPTNeoX", "Phi3", "Olmo2"])
 def test_transformers_opens_every_format(folder: Make, tmp_path: Path, kind: str) -> None:
@@ -209,7 +222,7 @@ def test_transformers_opens_every_format(folder: Make, tmp_path: Path, kind: str
     source = HfFolder(folder(kind, **keys))
     for to in ("int4", "int8", "fp8"):
         result = compress(source, random_rows(), tmp_path / to, to, "auto", 32, limit=1.0)
-        assert result.opened is not None and result.opened < (TOLERANCES[to] if to == "fp8" else 1e-5)
+        assert result.opened is not None and result.opened < (2e-2 if to == "fp8" else 1e-5)
 
 
 @pytest.mark.slow
