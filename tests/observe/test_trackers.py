@@ -268,7 +268,7 @@ def test_values_that_are_not_finite_arrive(run: RunWriter) -> None:
 def run_alone(code: str, run: RunWriter) -> None:
     """Run code in a process of its own: some clients patch other libraries when they are imported."""
     completed = subprocess.run(
-        [sys.executable, "-c", code, str(run.folder)], capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", code, str(run.folder)], capture_output=True, text=True, timeout=300
     )
     assert completed.returncode == 0, completed.stderr[-2000:]
 
@@ -285,6 +285,7 @@ following.finish("finished")
 
 
 @pytest.mark.slow  # its archive is written at the end of a process
+@pytest.mark.timeout(320)
 def test_comet_offline_archive(run: RunWriter) -> None:
     if importlib.util.find_spec("comet_ml") is None:
         pytest.skip("comet-ml is not installed")

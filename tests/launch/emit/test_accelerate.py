@@ -27,6 +27,7 @@ TOLERANCE = 5e-5  # of losses from 5.7 down to 2.8, in fp32; 1e-5 was seen: sums
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.timeout(420)
 def test_two_processes_have_the_losses_of_one_bessemer(
     tiny: Callable[..., RunSpec], place: Path, tmp_path: Path
 ) -> None:
@@ -40,7 +41,7 @@ def test_two_processes_have_the_losses_of_one_bessemer(
         "accelerate launch", f"{sys.executable} -m accelerate.commands.accelerate_cli launch"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(launch, shell=True, capture_output=True, text=True, env=environment, timeout=110)
+    done = subprocess.run(launch, shell=True, capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = [json.loads(line)["loss"] for line in (tmp_path / "out" / "losses.jsonl").read_text().splitlines()]
     assert len(ours) == len(theirs) == 20
