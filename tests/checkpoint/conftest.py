@@ -1,4 +1,4 @@
-"""A shelf in a temporary folder, a state with every kind of tensor a run saves, and manifests by step."""
+"""A checkpoint store in a temporary folder, a state with every kind of tensor a run saves, and manifests by step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from bessemer.checkpoint.store import CheckpointStore
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> CheckpointStore:
+def checkpoint_store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints")
 
 

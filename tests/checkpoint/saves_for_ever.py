@@ -42,11 +42,11 @@ class Told:
         return begun, saved
 
 
-def resume(shelf: CheckpointStore) -> tuple[int, dict[str, torch.Tensor]]:
+def resume(checkpoint_store: CheckpointStore) -> tuple[int, dict[str, torch.Tensor]]:
     """The newest checkpoint that there is; one that is broken fails the test."""
     state = {name: tensor.clone() for name, tensor in EMPTY.items()}
-    for folder in shelf.newest_first():
-        shelf.load(folder, state)
+    for folder in checkpoint_store.newest_first():
+        checkpoint_store.load(folder, state)
         break
     step = int(state["step"])
     assert bool((state["x"] == step).all()), f"the state of step {step} is torn"
@@ -54,9 +54,9 @@ def resume(shelf: CheckpointStore) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 def train_for_ever(folder: Path, told: Told, asynchronous: bool) -> None:
-    shelf = CheckpointStore(folder)
-    shelf.sweep()
-    step, state = resume(shelf)
+    checkpoint_store = CheckpointStore(folder)
+    checkpoint_store.sweep()
+    step, state = resume(checkpoint_store)
 
     def event(kind: str, **details: object) -> None:
         assert kind == "saved", details
@@ -83,7 +83,7 @@ def train_for_ever(folder: Path, told: Told, asynchronous: bool) -> None:
         state=begin,
         guard_state=dict,
     )
-    saver = CheckpointSaver(shelf, "s")
+    saver = CheckpointSaver(checkpoint_store, "s")
     while True:
         for name in state:
             state[name] += 1  # in place, as an optimizer does, whoever is writing

@@ -55,19 +55,19 @@ def test_weights_near_each_other_come_back(values: list[float], step: float) -> 
         assert decode(encode(b, a, item, "zstd"), a, item, "zstd") == b
 
 
-def saved(shelf: CheckpointStore, state: State, manifest: Any) -> Path:
-    return shelf.save(state, manifest)
+def saved(checkpoint_store: CheckpointStore, state: State, manifest: Any) -> Path:
+    return checkpoint_store.save(state, manifest)
 
 
 @pytest.mark.parametrize("codec", ["zstd", "zlib", "none"])
 def test_a_packed_checkpoint_comes_back_bit_for_bit(
-    shelf: CheckpointStore,
+    checkpoint_store: CheckpointStore,
     state_of: Callable[..., State],
     manifest_of: Callable[..., Any],
     tmp_path: Path,
     codec: Codec,
 ) -> None:
-    original = saved(shelf, state_of(1), manifest_of(30, 2.5))
+    original = saved(checkpoint_store, state_of(1), manifest_of(30, 2.5))
     packed = pack(original, tmp_path / "store", "a", codec=codec)
     assert packed.errors == {"model": 0.0, "optimizer": 0.0, "guard": 0.0, "transposed": 0.0}
     assert (packed.tensors, packed.already_there, packed.as_difference) == (6, 0, 0)
@@ -83,11 +83,11 @@ def test_a_packed_checkpoint_comes_back_bit_for_bit(
 
 
 def test_equal_tensors_are_stored_once(
-    shelf: CheckpointStore, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
+    checkpoint_store: CheckpointStore, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
-    first = pack(saved(shelf, state_of(1), manifest_of(1)), tmp_path / "store", "a")
+    first = pack(saved(checkpoint_store, state_of(1), manifest_of(1)), tmp_path / "store", "a")
     changed = {**state_of(1), "model.norm": state_of(2)["model.norm"]}
-    second = pack(saved(shelf, changed, manifest_of(2)), tmp_path / "store", "b")
+    second = pack(saved(checkpoint_store, changed, manifest_of(2)), tmp_path / "store", "b")
     assert (second.tensors, second.already_there) == (6, 5)
     assert second.bytes_written < first.bytes_written
     assert len([f for f in (tmp_path / "store" / "objects").rglob("*") if f.is_file()]) == 7
@@ -105,13 +105,13 @@ def drifting(step: int) -> State:
 
 
 def test_differences_are_smaller_and_chain(
-    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint_store: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bessemer.checkpoint.archive._MAX_CHAIN", 3)
     store = tmp_path / "store"
-    whole = pack(saved(shelf, drifting(0), manifest_of(0)), store, "s0")
+    whole = pack(saved(checkpoint_store, drifting(0), manifest_of(0)), store, "s0")
     for step in range(1, 7):
-        folder = saved(shelf, drifting(step), manifest_of(step))
+        folder = saved(checkpoint_store, drifting(step), manifest_of(step))
         packed = pack(folder, store, f"s{step}", delta_from=f"s{step - 1}")
         if step == 1:
             assert packed.as_difference == 2 and packed.bytes_written < 0.7 * whole.bytes_written
@@ -124,21 +124,23 @@ def test_differences_are_smaller_and_chain(
 
 
 def test_a_base_of_another_shape_is_no_base(
-    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
+    checkpoint_store: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
-    pack(saved(shelf, {"model.w": torch.ones(4)}, manifest_of(1)), tmp_path, "a")
+    pack(saved(checkpoint_store, {"model.w": torch.ones(4)}, manifest_of(1)), tmp_path, "a")
     for step, other in ((2, torch.ones(5)), (3, torch.ones(4).double()), (4, torch.full((2, 2), 2.0))):
-        packed = pack(saved(shelf, {"model.w": other}, manifest_of(step)), tmp_path, f"b{step}", delta_from="a")
+        packed = pack(
+            saved(checkpoint_store, {"model.w": other}, manifest_of(step)), tmp_path, f"b{step}", delta_from="a"
+        )
         assert packed.as_difference == 0
         assert_same_bits(unpack(tmp_path, f"b{step}", tmp_path / f"back{step}"), {"model.w": other})
 
 
 def test_bf16_rounds_and_says_by_how_much(
-    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
+    checkpoint_store: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     weights = torch.tensor([1.0, 1.00390625, -3.015625, 0.0])  # the second lies halfway between two bf16 numbers
     state = {"model.w": weights, "optimizer.step": torch.tensor(1001.0), "guard.window": torch.tensor([1001.0])}
-    packed = pack(saved(shelf, state, manifest_of(1)), tmp_path / "store", "a", rounding="bf16")
+    packed = pack(saved(checkpoint_store, state, manifest_of(1)), tmp_path / "store", "a", rounding="bf16")
     expected = (weights.bfloat16().double() - weights.double()).abs().max().item()
     assert packed.errors == {"model": expected, "optimizer": 0.0, "guard": 0.0} and expected > 0
     back = dict(SavedTensors(unpack(tmp_path / "store", "a", tmp_path / "back")))
@@ -148,11 +150,11 @@ def test_bf16_rounds_and_says_by_how_much(
 
 
 def test_bf16_of_what_is_not_finite_and_of_what_is_narrow(
-    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
+    checkpoint_store: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     wide = torch.tensor([float("nan"), float("inf"), 1.0, 1.001])
     state = {"model.w": wide, "model.half": torch.tensor([1.001], dtype=torch.float16)}
-    packed = pack(saved(shelf, state, manifest_of(1)), tmp_path / "store", "a", rounding="bf16")
+    packed = pack(saved(checkpoint_store, state, manifest_of(1)), tmp_path / "store", "a", rounding="bf16")
     assert packed.errors["model"] == pytest.approx(1e-3, rel=1e-3)  # not hidden by the NaN
     back = dict(SavedTensors(unpack(tmp_path / "store", "a", tmp_path / "back")))
     assert torch.equal(back["model.half"], state["model.half"])  # bf16 would save nothing
@@ -160,9 +162,9 @@ def test_bf16_of_what_is_not_finite_and_of_what_is_narrow(
 
 
 def test_damage_is_named(
-    shelf: CheckpointStore, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
+    checkpoint_store: CheckpointStore, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
-    folder = saved(shelf, state_of(1), manifest_of(1))
+    folder = saved(checkpoint_store, state_of(1), manifest_of(1))
     pack(folder, tmp_path / "store", "a")
     key = TensorArchive(tmp_path / "store").index("a")["tensors"]["model.weight"]["sha256"]
     path = TensorArchive(tmp_path / "store").path(key)
@@ -195,9 +197,9 @@ def test_a_crafted_object_cannot_send_the_reader_in_circles_or_out_of_the_store(
 
 
 def test_mistakes_are_told(
-    shelf: CheckpointStore, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
+    checkpoint_store: CheckpointStore, state_of: Callable[..., State], manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
-    folder = saved(shelf, state_of(1), manifest_of(1))
+    folder = saved(checkpoint_store, state_of(1), manifest_of(1))
     pack(folder, tmp_path / "store", "a")
     with pytest.raises(UserError, match="nothing is packed as 'b'; there is a"):
         unpack(tmp_path / "store", "b", tmp_path / "back")
@@ -206,7 +208,7 @@ def test_mistakes_are_told(
     with pytest.raises(UserError, match="without a slash"):
         pack(folder, tmp_path / "store", "../a")
     with pytest.raises(UserError, match="another checkpoint has this name"):
-        pack(saved(shelf, state_of(2), manifest_of(2)), tmp_path / "store", "a")
+        pack(saved(checkpoint_store, state_of(2), manifest_of(2)), tmp_path / "store", "a")
     next(folder.glob("*.distcp")).unlink()
     with pytest.raises(DamagedCheckpoint, match="missing"):
         pack(folder, tmp_path / "store", "d")

@@ -93,12 +93,12 @@ def test_a_soup_may_take_all_of_them() -> None:
 
 
 def test_checkpoints_are_read_a_tensor_at_a_time(
-    shelf: CheckpointStore, manifest_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    checkpoint_store: CheckpointStore, manifest_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = []
     for step, model in enumerate(models(3)):
         state = {MODEL + name: tensor for name, tensor in model.items()} | {"optimizer.m": torch.ones(3)}
-        folders.append(shelf.save(state, manifest_of(step)))
+        folders.append(checkpoint_store.save(state, manifest_of(step)))
     reads: list[str] = []
     read = SavedTensors.__getitem__
     monkeypatch.setattr(SavedTensors, "__getitem__", lambda self, name: reads.append(name) or read(self, name))
@@ -109,10 +109,10 @@ def test_checkpoints_are_read_a_tensor_at_a_time(
 
 
 def test_an_average_is_saved_with_what_it_was_made_of(
-    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
+    checkpoint_store: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     made_of = {"averaged_of": ["step-00000007.a1"], "shares": [1.0]}
-    folder = save_model(shelf.folder, at(2.0), made_of, manifest_of(7, 3.0), loss=1.25)
+    folder = save_model(checkpoint_store.folder, at(2.0), made_of, manifest_of(7, 3.0), loss=1.25)
     manifest = verify(folder)
     assert folder.name == "model-00000007.a1" and manifest.progress == {"made_from": made_of}
     assert (manifest.content, manifest.validation_loss, manifest.stream_fingerprint) == ("model", 1.25, "f1")

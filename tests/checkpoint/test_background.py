@@ -37,7 +37,7 @@ def test_what_is_raised_behind_comes_out_where_it_is_waited_for():
 
 
 @pytest.mark.gpu
-def test_a_copy_of_a_gpus_state_is_page_locked_and_whole(shelf, manifest_of):
+def test_a_copy_of_a_gpus_state_is_page_locked_and_whole(checkpoint_store, manifest_of):
     generator = torch.Generator("cuda").manual_seed(1)
     state = {f"model.{n}": torch.randn(4096, 1024, device="cuda", generator=generator) for n in range(8)}
     state["step"] = torch.tensor(3.0, device="cuda")
@@ -45,10 +45,10 @@ def test_a_copy_of_a_gpus_state_is_page_locked_and_whole(shelf, manifest_of):
     staging = Staging()
     copy = staging.copy(state)
     assert all(tensor.is_pinned() for name, tensor in copy.items() if name != "step")
-    future = in_background(lambda: shelf.save(copy, manifest_of(1)), "save")
+    future = in_background(lambda: checkpoint_store.save(copy, manifest_of(1)), "save")
     for _ in range(50):  # the training goes on
         for tensor in state.values():
             tensor.add_(1)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    shelf.load(future.result(), loaded)
+    checkpoint_store.load(future.result(), loaded)
     assert all(torch.equal(loaded[name].cpu(), expected[name]) for name in expected)

@@ -17,21 +17,21 @@ from bessemer.checkpoint.manifest import NAME, DamagedCheckpoint, commit, discar
 
 
 @pytest.fixture
-def saved(shelf, state_of, manifest_of):
-    return shelf.save(state_of(1), manifest_of(9, 2.5))
+def saved(checkpoint_store, state_of, manifest_of):
+    return checkpoint_store.save(state_of(1), manifest_of(9, 2.5))
 
 
 def shard(folder):
     return next(path for path in folder.iterdir() if path.suffix == ".distcp")
 
 
-def refused(shelf, folder, state):
+def refused(checkpoint_store, folder, state):
     """The message with which both verify and load refuse it; nothing is written to the state."""
     blank = {name: torch.full_like(tensor, 7) for name, tensor in state.items()}
     with pytest.raises(DamagedCheckpoint) as first:
         verify(folder)
     with pytest.raises(DamagedCheckpoint) as second:
-        shelf.load(folder, blank)
+        checkpoint_store.load(folder, blank)
     assert str(first.value) == str(second.value)
     assert all(bool((tensor == 7).all()) for tensor in blank.values())
     return str(first.value)
@@ -43,17 +43,17 @@ def test_an_untouched_checkpoint_verifies(saved):
 
 @pytest.mark.parametrize("name", [".metadata", "shard"])
 @pytest.mark.parametrize("length", [0, 1, -1])
-def test_a_truncated_file_is_named(shelf, saved, state_of, name, length):
+def test_a_truncated_file_is_named(checkpoint_store, saved, state_of, name, length):
     path = shard(saved) if name == "shard" else saved / name
     size = path.stat().st_size
     os.truncate(path, length % size)
-    assert f"{path}: {length % size} bytes, the manifest says {size}" in refused(shelf, saved, state_of(1))
+    assert f"{path}: {length % size} bytes, the manifest says {size}" in refused(checkpoint_store, saved, state_of(1))
 
 
-def test_a_file_that_grew_is_named(shelf, saved, state_of):
+def test_a_file_that_grew_is_named(checkpoint_store, saved, state_of):
     with shard(saved).open("ab") as file:
         file.write(b"\0")
-    assert str(shard(saved)) in refused(shelf, saved, state_of(1))
+    assert str(shard(saved)) in refused(checkpoint_store, saved, state_of(1))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
@@ -72,15 +72,15 @@ def test_one_flipped_bit_anywhere_is_found(saved, where, bit, index):
 
 
 @pytest.mark.parametrize("name", [".metadata", "shard"])
-def test_a_missing_file_is_named(shelf, saved, state_of, name):
+def test_a_missing_file_is_named(checkpoint_store, saved, state_of, name):
     path = shard(saved) if name == "shard" else saved / name
     path.unlink()
-    assert refused(shelf, saved, state_of(1)) == f"{path}: missing"
+    assert refused(checkpoint_store, saved, state_of(1)) == f"{path}: missing"
 
 
-def test_an_added_file_is_named(shelf, saved, state_of):
+def test_an_added_file_is_named(checkpoint_store, saved, state_of):
     (saved / "__1_0.distcp").write_bytes(b"")
-    assert refused(shelf, saved, state_of(1)) == f"{saved / '__1_0.distcp'}: not in the manifest"
+    assert refused(checkpoint_store, saved, state_of(1)) == f"{saved / '__1_0.distcp'}: not in the manifest"
 
 
 @pytest.mark.parametrize(
@@ -94,12 +94,12 @@ def test_an_added_file_is_named(shelf, saved, state_of):
         ("stream_fingerprint", "f2"),
     ],
 )
-def test_an_edited_manifest_is_found(shelf, saved, state_of, key, value):
+def test_an_edited_manifest_is_found(checkpoint_store, saved, state_of, key, value):
     data = json.loads((saved / NAME).read_text())
     data[key] = value
     (saved / NAME).write_text(json.dumps(data))
-    assert refused(shelf, saved, state_of(1)).startswith(f"{saved / NAME}: its content differs")
-    assert shelf.committed() == []
+    assert refused(checkpoint_store, saved, state_of(1)).startswith(f"{saved / NAME}: its content differs")
+    assert checkpoint_store.committed() == []
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_an_edited_manifest_is_found(shelf, saved, state_of, key, value):
         (b'{"step": "\xff"}', "unreadable"),
     ],
 )
-def test_a_manifest_that_is_none_is_refused_by_name(shelf, saved, state_of, content, word):
+def test_a_manifest_that_is_none_is_refused_by_name(checkpoint_store, saved, state_of, content, word):
     (saved / NAME).write_bytes(content)
-    message = refused(shelf, saved, state_of(1))
+    message = refused(checkpoint_store, saved, state_of(1))
     assert message.startswith(f"{saved / NAME}: ") and word in message
-    assert shelf.committed() == []
-    assert list(shelf.newest_first()) == [saved]  # it has to be tried, or a run would start over in silence
-    assert shelf.sweep() == []
+    assert checkpoint_store.committed() == []
+    assert list(checkpoint_store.newest_first()) == [saved]  # it has to be tried, or a run would start over in silence
+    assert checkpoint_store.sweep() == []
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -153,7 +153,7 @@ def test_a_manifest_may_hold_what_json_cannot(tmp_path, manifest_of):
 
 
 @pytest.mark.parametrize("kept", range(4))
-def test_a_deletion_that_is_cut_short_leaves_what_a_sweep_removes(shelf, saved, monkeypatch, kept):
+def test_a_deletion_that_is_cut_short_leaves_what_a_sweep_removes(checkpoint_store, saved, monkeypatch, kept):
     real, left = Path.unlink, [kept]
 
     def unlink(path, *_, **__):
@@ -168,15 +168,15 @@ def test_a_deletion_that_is_cut_short_leaves_what_a_sweep_removes(shelf, saved, 
         with pytest.raises(OSError, match="no"):
             discard(saved)
         assert not (saved / NAME).exists()
-    assert shelf.sweep([saved.name]) == ([saved.name] if kept < files else [])
+    assert checkpoint_store.sweep([saved.name]) == ([saved.name] if kept < files else [])
     assert kept >= files or not saved.exists()
 
 
-def test_a_sweep_leaves_a_checkpoint_that_lost_its_manifest(shelf, saved):
+def test_a_sweep_leaves_a_checkpoint_that_lost_its_manifest(checkpoint_store, saved):
     (saved / NAME).unlink()
-    assert shelf.sweep([saved.name]) == [] and shard(saved).exists()
-    assert shelf.without_manifest() == [saved]
-    assert shelf.sweep() == [saved.name]  # a save that never finished
+    assert checkpoint_store.sweep([saved.name]) == [] and shard(saved).exists()
+    assert checkpoint_store.without_manifest() == [saved]
+    assert checkpoint_store.sweep() == [saved.name]  # a save that never finished
 
 
 def snapshot(folder):
@@ -184,9 +184,9 @@ def snapshot(folder):
 
 
 def test_a_refusal_at_any_sync_leaves_the_older_checkpoints_and_nothing_else(
-    shelf, saved, state_of, manifest_of, monkeypatch
+    checkpoint_store, saved, state_of, manifest_of, monkeypatch
 ):
-    before, real, calls = snapshot(shelf.folder), os.fsync, 0
+    before, real, calls = snapshot(checkpoint_store.folder), os.fsync, 0
     for refusing in range(100):
         calls = 0
 
@@ -200,19 +200,19 @@ def test_a_refusal_at_any_sync_leaves_the_older_checkpoints_and_nothing_else(
         monkeypatch.setattr(os, "fsync", fsync)
         message = ""
         try:
-            shelf.save(state_of(2), manifest_of(10))
+            checkpoint_store.save(state_of(2), manifest_of(10))
         except OSError as error:
             message = str(error)
         if calls <= refusing:
             break
         assert "step-00000010.a1: saving failed: [Errno 28] No space left on device" in message
-        assert snapshot(shelf.folder) == before
+        assert snapshot(checkpoint_store.folder) == before
     assert refusing >= 5  # shard, index, manifest and the folders
-    assert verify(shelf.folder / "step-00000010.a1").step == 10
+    assert verify(checkpoint_store.folder / "step-00000010.a1").step == 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of open files from /proc")
-def test_everything_is_on_the_disk_before_the_manifest_appears(shelf, state_of, manifest_of, monkeypatch):
+def test_everything_is_on_the_disk_before_the_manifest_appears(checkpoint_store, state_of, manifest_of, monkeypatch):
     """The order that a power cut cannot break: shards, index, folder, manifest under another name; then its name."""
     log, sizes, real_sync, real_replace = [], {}, os.fsync, os.replace
 
@@ -229,10 +229,10 @@ def test_everything_is_on_the_disk_before_the_manifest_appears(shelf, state_of, 
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
-    folder = shelf.save(state_of(1), manifest_of(3))
+    folder = checkpoint_store.save(state_of(1), manifest_of(3))
     at = log.index("commit")
     assert log[at - 2] == folder.name and re.fullmatch(rf"{NAME}\.[0-9a-f]+\.tmp", log[at - 1])
-    assert log[at:] == ["commit", folder.name, shelf.folder.name]
+    assert log[at:] == ["commit", folder.name, checkpoint_store.folder.name]
     assert set(log[: at - 2]) == {shard(folder).name, ".metadata.tmp"}
     for path in folder.iterdir():
         assert sizes[path.name] == path.stat().st_size, f"{path.name} was synced before all of it was written"
@@ -248,8 +248,8 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_write_that_the_kernel_refuses(shelf, saved, manifest_of, small_files):
-    before = snapshot(shelf.folder)
+def test_a_write_that_the_kernel_refuses(checkpoint_store, saved, manifest_of, small_files):
+    before = snapshot(checkpoint_store.folder)
     with pytest.raises(OSError, match=r"step-00000010\.a1: saving failed: \[Errno 27\] File too large"):
-        shelf.save({"x": torch.randn(50_000)}, manifest_of(10))
-    assert snapshot(shelf.folder) == before
+        checkpoint_store.save({"x": torch.randn(50_000)}, manifest_of(10))
+    assert snapshot(checkpoint_store.folder) == before

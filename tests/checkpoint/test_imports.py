@@ -229,9 +229,13 @@ def test_a_dcp_index_that_runs_code_or_leaves_its_folder_is_refused(tmp_path: Pa
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_checkpoint_of_our_own_is_verified_first(shelf: CheckpointStore, manifest_of: Callable[..., Any]) -> None:
+def test_a_checkpoint_of_our_own_is_verified_first(
+    checkpoint_store: CheckpointStore, manifest_of: Callable[..., Any]
+) -> None:
     state = {MODEL + name: tensor for name, tensor in weights().items()}
-    folder = shelf.save({**state, "optimizer.x": torch.ones(3), "guard.count": torch.tensor(1)}, manifest_of(4))
+    folder = checkpoint_store.save(
+        {**state, "optimizer.x": torch.ones(3), "guard.count": torch.tensor(1)}, manifest_of(4)
+    )
     assert_same(import_weights(folder), weights())
     shard = next(folder.glob("*.distcp"))
     content = bytearray(shard.read_bytes())

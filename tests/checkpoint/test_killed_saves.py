@@ -18,11 +18,11 @@ def test_no_kill_leaves_a_broken_checkpoint_or_costs_more_than_an_interval(tmp_p
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run(command, check=True, timeout=300, env=environment)
 
-    shelf = CheckpointStore(tmp_path / "checkpoints")
-    committed = shelf.committed()
+    checkpoint_store = CheckpointStore(tmp_path / "checkpoints")
+    committed = checkpoint_store.committed()
     assert len(committed) >= 2 and committed[-1][1].step > kills, "the run hardly went on"
     for folder, _ in committed:
         verify(folder)
-    leftovers = [path for path in shelf.folder.iterdir() if not (path / NAME).exists()]
-    assert sorted(shelf.sweep()) == sorted(path.name for path in leftovers)
-    assert shelf.committed() == committed
+    leftovers = [path for path in checkpoint_store.folder.iterdir() if not (path / NAME).exists()]
+    assert sorted(checkpoint_store.sweep()) == sorted(path.name for path in leftovers)
+    assert checkpoint_store.committed() == committed

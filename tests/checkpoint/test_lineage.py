@@ -20,37 +20,37 @@ from bessemer.errors import UserError
 Make = Callable[..., Any]
 
 
-def save(shelf: CheckpointStore, manifest_of: Make, *steps: int) -> list[Path]:
-    return [shelf.save({"model.w": torch.tensor([float(step)])}, manifest_of(step)) for step in steps]
+def save(checkpoint_store: CheckpointStore, manifest_of: Make, *steps: int) -> list[Path]:
+    return [checkpoint_store.save({"model.w": torch.tensor([float(step)])}, manifest_of(step)) for step in steps]
 
 
-def test_versions_name_checkpoints(shelf: CheckpointStore, manifest_of: Make) -> None:
-    first, second = save(shelf, manifest_of, 10, 20)
-    tag(shelf.folder, first.name, "v1.0.0")
-    tag(shelf.folder, second.name, "1.1.0-rc.1+build.5")
-    tag(shelf.folder, first.name, "v1.0.0")  # again is nothing new
-    assert read_tags(shelf.folder) == {"v1.0.0": first.name, "1.1.0-rc.1+build.5": second.name}
+def test_versions_name_checkpoints(checkpoint_store: CheckpointStore, manifest_of: Make) -> None:
+    first, second = save(checkpoint_store, manifest_of, 10, 20)
+    tag(checkpoint_store.folder, first.name, "v1.0.0")
+    tag(checkpoint_store.folder, second.name, "1.1.0-rc.1+build.5")
+    tag(checkpoint_store.folder, first.name, "v1.0.0")  # again is nothing new
+    assert read_tags(checkpoint_store.folder) == {"v1.0.0": first.name, "1.1.0-rc.1+build.5": second.name}
     with pytest.raises(UserError, match=r"v1\.0\.0 already tags step-00000010\.a1"):
-        tag(shelf.folder, second.name, "v1.0.0")
-    tag(shelf.folder, second.name, "v1.0.0", move=True)
-    assert read_tags(shelf.folder)["v1.0.0"] == second.name
-    assert shelf.tagged() == {second.name}  # what retention spares
+        tag(checkpoint_store.folder, second.name, "v1.0.0")
+    tag(checkpoint_store.folder, second.name, "v1.0.0", move=True)
+    assert read_tags(checkpoint_store.folder)["v1.0.0"] == second.name
+    assert checkpoint_store.tagged() == {second.name}  # what retention spares
 
 
 @pytest.mark.parametrize("version", ["v1", "1.2", "v1.2.x", "01.2.3", "latest", "", "v1.2.3 "])
-def test_other_names_are_no_versions(shelf: CheckpointStore, manifest_of: Make, version: str) -> None:
-    (folder,) = save(shelf, manifest_of, 10)
+def test_other_names_are_no_versions(checkpoint_store: CheckpointStore, manifest_of: Make, version: str) -> None:
+    (folder,) = save(checkpoint_store, manifest_of, 10)
     with pytest.raises(UserError, match="semantic version"):
-        tag(shelf.folder, folder.name, version)
+        tag(checkpoint_store.folder, folder.name, version)
 
 
-def test_a_tag_needs_a_checkpoint_and_a_readable_file(shelf: CheckpointStore, manifest_of: Make) -> None:
+def test_a_tag_needs_a_checkpoint_and_a_readable_file(checkpoint_store: CheckpointStore, manifest_of: Make) -> None:
     with pytest.raises(UserError, match="no checkpoint 'step-00000099"):
-        tag(shelf.folder, "step-00000099.a1", "v1.0.0")
+        tag(checkpoint_store.folder, "step-00000099.a1", "v1.0.0")
     for text in ("{", "[]"):
-        (shelf.folder / "tags.json").write_text(text)
+        (checkpoint_store.folder / "tags.json").write_text(text)
         with pytest.raises(UserError, match=r"tags\.json"):
-            read_tags(shelf.folder)
+            read_tags(checkpoint_store.folder)
 
 
 def test_the_code_is_told_by_commit_and_what_differs_from_it(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_every_start_is_recorded(tmp_path: Path, manifest_of: Make) -> None:
     about = {"stream_fingerprint": "d1", "spec_fingerprint": "s1", "versions": {"torch": "2"}}
     record_lineage(tmp_path, **about, started_from="start/model-00000000.a1")  # type: ignore[arg-type]
     record_lineage(tmp_path, **about, resumed_from="step-00000010.a1")  # type: ignore[arg-type]
-    shelf = CheckpointStore(tmp_path / "checkpoints")
-    (source,) = save(shelf, manifest_of, 10)
-    made = save_model(shelf.folder, {"w": torch.ones(1)}, {"averaged_of": [source.name]}, manifest_of(10))
-    tag(shelf.folder, made.name, "v1.0.0")
+    checkpoint_store = CheckpointStore(tmp_path / "checkpoints")
+    (source,) = save(checkpoint_store, manifest_of, 10)
+    made = save_model(checkpoint_store.folder, {"w": torch.ones(1)}, {"averaged_of": [source.name]}, manifest_of(10))
+    tag(checkpoint_store.folder, made.name, "v1.0.0")
     found = lineage(tmp_path)
     assert [start["started_from"] for start in found["starts"]] == ["start/model-00000000.a1", None]
     assert [start["resumed_from"] for start in found["starts"]] == [None, "step-00000010.a1"]
@@ -101,37 +101,37 @@ def test_every_start_is_recorded(tmp_path: Path, manifest_of: Make) -> None:
     assert json.loads((tmp_path / "checkpoints" / "lineage.json").read_text()) == found["starts"]
 
 
-def test_what_came_later_is_set_aside_and_never_deleted(shelf: CheckpointStore, manifest_of: Make) -> None:
-    save(shelf, manifest_of, 10, 20, 20, 30)
-    save_model(shelf.folder, {"w": torch.ones(1)}, {}, manifest_of(30))
-    (shelf.folder / "step-00000030.a1" / "manifest.json").write_text("damaged")
+def test_what_came_later_is_set_aside_and_never_deleted(checkpoint_store: CheckpointStore, manifest_of: Make) -> None:
+    save(checkpoint_store, manifest_of, 10, 20, 20, 30)
+    save_model(checkpoint_store.folder, {"w": torch.ones(1)}, {}, manifest_of(30))
+    (checkpoint_store.folder / "step-00000030.a1" / "manifest.json").write_text("damaged")
     later = ["step-00000020.a2", "model-00000030.a1", "step-00000030.a1"]
-    assert sorted(continue_from(shelf.folder, "step-00000020.a1")[1]) == sorted(later)
-    assert [path.name for path, _ in shelf.committed()] == ["step-00000010.a1", "step-00000020.a1"]
-    assert next(iter(shelf.newest_first())).name == "step-00000020.a1"
-    save(shelf, manifest_of, 30)
-    assert continue_from(shelf.folder, "step-00000010.a1")[1] == ["step-00000020.a1", "step-00000030.a1"]
-    kept = sorted(path.name for path in (shelf.folder / "abandoned").iterdir())
+    assert sorted(continue_from(checkpoint_store.folder, "step-00000020.a1")[1]) == sorted(later)
+    assert [path.name for path, _ in checkpoint_store.committed()] == ["step-00000010.a1", "step-00000020.a1"]
+    assert next(iter(checkpoint_store.newest_first())).name == "step-00000020.a1"
+    save(checkpoint_store, manifest_of, 30)
+    assert continue_from(checkpoint_store.folder, "step-00000010.a1")[1] == ["step-00000020.a1", "step-00000030.a1"]
+    kept = sorted(path.name for path in (checkpoint_store.folder / "abandoned").iterdir())
     assert kept == sorted([*later, "step-00000020.a1", "step-00000030.a1.1"])
-    assert continue_from(shelf.folder, "step-00000010.a1")[1] == []
+    assert continue_from(checkpoint_store.folder, "step-00000010.a1")[1] == []
 
 
 def test_a_remote_tier_does_not_bring_back_what_was_set_aside(
-    shelf: CheckpointStore, manifest_of: Make, tmp_path: Path
+    checkpoint_store: CheckpointStore, manifest_of: Make, tmp_path: Path
 ) -> None:
     remote = RemoteCheckpoints(f"file://{tmp_path}/durable")
     for step in (10, 20):
-        remote.upload(shelf.save({"model.w": torch.ones(1)}, replace(manifest_of(step), time=1000.0 + step)))
-    continue_from(shelf.folder, "step-00000010.a1")
-    assert recover(shelf, RemoteCheckpoints(remote.url), lambda *_, **__: None) is None
-    assert [path.name for path, _ in shelf.committed()] == ["step-00000010.a1"]
-    assert verify(shelf.folder / "step-00000010.a1").step == 10
-    assert verify(shelf.folder / "abandoned" / "step-00000020.a1").time == 1020
+        remote.upload(checkpoint_store.save({"model.w": torch.ones(1)}, replace(manifest_of(step), time=1000.0 + step)))
+    continue_from(checkpoint_store.folder, "step-00000010.a1")
+    assert recover(checkpoint_store, RemoteCheckpoints(remote.url), lambda *_, **__: None) is None
+    assert [path.name for path, _ in checkpoint_store.committed()] == ["step-00000010.a1"]
+    assert verify(checkpoint_store.folder / "step-00000010.a1").step == 10
+    assert verify(checkpoint_store.folder / "abandoned" / "step-00000020.a1").time == 1020
 
 
-def test_a_damaged_checkpoint_is_not_gone_back_to(shelf: CheckpointStore, manifest_of: Make) -> None:
-    first, _ = save(shelf, manifest_of, 10, 20)
+def test_a_damaged_checkpoint_is_not_gone_back_to(checkpoint_store: CheckpointStore, manifest_of: Make) -> None:
+    first, _ = save(checkpoint_store, manifest_of, 10, 20)
     next(first.glob("*.distcp")).write_bytes(b"")
     with pytest.raises(DamagedCheckpoint, match="distcp"):
-        continue_from(shelf.folder, first.name)
-    assert len(shelf.committed()) == 2
+        continue_from(checkpoint_store.folder, first.name)
+    assert len(checkpoint_store.committed()) == 2

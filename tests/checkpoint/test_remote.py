@@ -97,12 +97,12 @@ def at(*places: str):
 
 
 @pytest.fixture
-def save(shelf, state_of, manifest_of):
+def save(checkpoint_store, state_of, manifest_of):
     def save(step, time=None, validation_loss=None):
         from dataclasses import replace
 
         manifest = replace(manifest_of(step, validation_loss), time=step if time is None else time)
-        return shelf.save(state_of(step), manifest)
+        return checkpoint_store.save(state_of(step), manifest)
 
     return save
 
@@ -113,17 +113,17 @@ class Events(list):
 
 
 @at("steady_s3", "flaky_s3", "folder")
-def test_a_lost_disk_recovers_bit_for_bit(remote, shelf, save, state_of):
+def test_a_lost_disk_recovers_bit_for_bit(remote, checkpoint_store, save, state_of):
     """The disk is lost; the newest checkpoint comes back, with its confirmation and the tags."""
-    (shelf.folder / "tags.json").write_text('{"release": "step-00000010.a1"}')
-    remote.mirror(shelf, save(10), RULES, False)
+    (checkpoint_store.folder / "tags.json").write_text('{"release": "step-00000010.a1"}')
+    remote.mirror(checkpoint_store, save(10), RULES, False)
     newest = save(20)
-    shelf.confirm(newest)
-    told = remote.mirror(shelf, newest, RULES, False)
+    checkpoint_store.confirm(newest)
+    told = remote.mirror(checkpoint_store, newest, RULES, False)
     assert told == {"bytes": verify(newest).bytes, **({"retried": told["retried"]} if "retried" in told else {})}
-    shutil.rmtree(shelf.folder)
+    shutil.rmtree(checkpoint_store.folder)
 
-    again, events = CheckpointStore(shelf.folder), Events()
+    again, events = CheckpointStore(checkpoint_store.folder), Events()
     fresh = RemoteCheckpoints(remote.url, remote.attempts, remote.pause_s)
     assert recover(again, fresh, events) == newest
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state_of(20).items()}
@@ -135,20 +135,22 @@ def test_a_lost_disk_recovers_bit_for_bit(remote, shelf, save, state_of):
 
 
 @at("steady_s3", "folder")
-def test_remote_retention_has_its_own_length(remote, shelf, save):
+def test_remote_retention_has_its_own_length(remote, checkpoint_store, save):
     rules = CheckpointSpec(keep_last=1, remote_keep_last=2, keep_best=True)
     for step, loss in ((1, 1.0), (2, 3.0), (3, 3.0), (4, 3.0)):
         newest = save(step, validation_loss=loss)
-        told = remote.mirror(shelf, newest, rules, False)
-        shelf.thin(newest, rules)
+        told = remote.mirror(checkpoint_store, newest, rules, False)
+        checkpoint_store.thin(newest, rules)
     assert told["removed"] == ["step-00000002.a1"]
     assert [manifest.step for manifest in remote.committed().values()] == [1, 3, 4]
 
 
 @pytest.mark.parametrize("failing", [NAME, ".metadata", ".distcp"])
-def test_an_upload_that_did_not_finish_is_no_checkpoint_and_is_removed(folder, shelf, save, monkeypatch, failing):
+def test_an_upload_that_did_not_finish_is_no_checkpoint_and_is_removed(
+    folder, checkpoint_store, save, monkeypatch, failing
+):
     first, second = save(1), save(2)
-    folder.mirror(shelf, first, RULES, False)
+    folder.mirror(checkpoint_store, first, RULES, False)
     real = folder.fs.put_file
 
     def refuse(local, there, **more):
@@ -159,15 +161,15 @@ def test_an_upload_that_did_not_finish_is_no_checkpoint_and_is_removed(folder, s
     with monkeypatch.context() as patch:
         patch.setattr(folder.fs, "put_file", refuse)
         with pytest.raises(OSError, match=f"{failing}: failed 3 times, at last with ConnectionError: reset"):
-            folder.mirror(shelf, second, RULES, False)
+            folder.mirror(checkpoint_store, second, RULES, False)
     assert list(folder.committed()) == [first.name]
     third = save(3)
-    assert folder.mirror(shelf, third, RULES, False)["removed"] == [second.name]
+    assert folder.mirror(checkpoint_store, third, RULES, False)["removed"] == [second.name]
     assert list(folder.committed()) == [first.name, third.name]
 
 
 @pytest.mark.parametrize("every", [3, 4, 7])
-def test_calls_that_fail_now_and_then_are_made_again(folder, shelf, save, monkeypatch, every):
+def test_calls_that_fail_now_and_then_are_made_again(folder, checkpoint_store, save, monkeypatch, every):
     calls = itertools.count(1)
 
     def flaky(real):
@@ -182,14 +184,14 @@ def test_calls_that_fail_now_and_then_are_made_again(folder, shelf, save, monkey
         monkeypatch.setattr(folder.fs, name, flaky(getattr(folder.fs, name)))
     for step in range(1, 6):
         newest = save(step)
-        folder.mirror(shelf, newest, RULES, False)
-    shutil.rmtree(shelf.folder)
-    assert recover(CheckpointStore(shelf.folder), folder, Events()) == newest
+        folder.mirror(checkpoint_store, newest, RULES, False)
+    shutil.rmtree(checkpoint_store.folder)
+    assert recover(CheckpointStore(checkpoint_store.folder), folder, Events()) == newest
     assert list(folder.committed()) == ["step-00000004.a1", "step-00000005.a1"]
     assert next(calls) > 40
 
 
-def test_bytes_that_do_not_arrive_are_sent_again(folder, shelf, save, monkeypatch):
+def test_bytes_that_do_not_arrive_are_sent_again(folder, checkpoint_store, save, monkeypatch):
     newest, real, times = save(1), folder.fs.put_file, []
 
     def short(local, there, **more):
@@ -202,18 +204,18 @@ def test_bytes_that_do_not_arrive_are_sent_again(folder, shelf, save, monkeypatc
     monkeypatch.setattr(folder.fs, "put_file", short)
     folder.upload(newest)
     assert times[0] == times[1]
-    shutil.rmtree(shelf.folder)
-    verify(folder.fetch(newest.name, folder.committed()[newest.name], CheckpointStore(shelf.folder)))
+    shutil.rmtree(checkpoint_store.folder)
+    verify(folder.fetch(newest.name, folder.committed()[newest.name], CheckpointStore(checkpoint_store.folder)))
 
 
-def test_a_damaged_remote_one_is_passed_over_for_the_one_before(folder, shelf, save):
+def test_a_damaged_remote_one_is_passed_over_for_the_one_before(folder, checkpoint_store, save):
     for step in (1, 2, 3):
-        folder.mirror(shelf, save(step), CheckpointSpec(keep_last=9), False)
-    shutil.rmtree(shelf.folder)
-    (shard,) = (path for path in (shelf.folder.parent / "durable/run/step-00000003.a1").glob("*.distcp"))
+        folder.mirror(checkpoint_store, save(step), CheckpointSpec(keep_last=9), False)
+    shutil.rmtree(checkpoint_store.folder)
+    (shard,) = (path for path in (checkpoint_store.folder.parent / "durable/run/step-00000003.a1").glob("*.distcp"))
     shard.write_bytes(b"x" + shard.read_bytes()[1:])
-    (shelf.folder.parent / "durable/run/step-00000002.a1/.metadata").unlink()
-    again, events = CheckpointStore(shelf.folder), Events()
+    (checkpoint_store.folder.parent / "durable/run/step-00000002.a1/.metadata").unlink()
+    again, events = CheckpointStore(checkpoint_store.folder), Events()
     assert recover(again, folder, events).name == "step-00000001.a1"
     kinds = [(event["kind"], event["checkpoint"]) for event in events]
     assert kinds == [
@@ -227,55 +229,57 @@ def test_a_damaged_remote_one_is_passed_over_for_the_one_before(folder, shelf, s
     assert sorted(path.name for path in again.folder.iterdir()) == ["step-00000001.a1"]
 
 
-def test_a_damaged_local_one_is_replaced_by_its_sound_copy(folder, shelf, save):
+def test_a_damaged_local_one_is_replaced_by_its_sound_copy(folder, checkpoint_store, save):
     newest = save(5)
-    folder.mirror(shelf, newest, RULES, False)
+    folder.mirror(checkpoint_store, newest, RULES, False)
     (newest / CONFIRMED).touch()
     (newest / ".metadata").write_bytes(b"torn")
-    assert recover(shelf, folder, Events()) == newest
+    assert recover(checkpoint_store, folder, Events()) == newest
     assert verify(newest).step == 5
 
 
-def test_which_is_newer_is_told_by_the_time_and_not_by_the_step(folder, shelf, save):
+def test_which_is_newer_is_told_by_the_time_and_not_by_the_step(folder, checkpoint_store, save):
     """What another machine saved since then counts. After a rollback, a smaller step here is the newer one."""
-    folder.mirror(shelf, save(30, time=300), CheckpointSpec(keep_last=9), False)
-    shelf.abandon(-1)
-    shutil.rmtree(shelf.folder / "step-00000030.a1")
+    folder.mirror(checkpoint_store, save(30, time=300), CheckpointSpec(keep_last=9), False)
+    checkpoint_store.abandon(-1)
+    shutil.rmtree(checkpoint_store.folder / "step-00000030.a1")
     stale = save(20, time=200)
     events = Events()
-    assert recover(shelf, folder, events).name == "step-00000030.a1"
-    shutil.rmtree(shelf.folder / "step-00000030.a1")
+    assert recover(checkpoint_store, folder, events).name == "step-00000030.a1"
+    shutil.rmtree(checkpoint_store.folder / "step-00000030.a1")
     shutil.rmtree(stale)
     save(25, time=350)
-    assert recover(shelf, folder, events) is None and len(events) == 1
+    assert recover(checkpoint_store, folder, events) is None and len(events) == 1
 
 
-def test_a_storage_that_cannot_be_asked(folder, shelf, save, monkeypatch):
+def test_a_storage_that_cannot_be_asked(folder, checkpoint_store, save, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(folder.fs, "ls", refuse)
     with pytest.raises(UserError, match=r"Access Denied: there is no local checkpoint.*checkpoint\.remote"):
-        recover(shelf, folder, Events())
+        recover(checkpoint_store, folder, Events())
     save(1)
     events = Events()
-    assert recover(shelf, folder, events) is None
+    assert recover(checkpoint_store, folder, events) is None
     assert events[0]["kind"] == "remote_unreachable"
 
 
 @at("steady_s3", "folder")
-def test_a_new_run_has_nothing_to_recover(remote, shelf):
+def test_a_new_run_has_nothing_to_recover(remote, checkpoint_store):
     events = Events()
-    assert recover(shelf, remote, events) is None and events == []
+    assert recover(checkpoint_store, remote, events) is None and events == []
 
 
-def test_copies_of_the_weights_go_up_and_stay(folder, shelf, save, state_of, manifest_of):
-    shelf.write_model(state_of(1), manifest_of(10), every=10)
+def test_copies_of_the_weights_go_up_and_stay(folder, checkpoint_store, save, state_of, manifest_of):
+    checkpoint_store.write_model(state_of(1), manifest_of(10), every=10)
     for step in (11, 12, 13, 14):
-        folder.mirror(shelf, save(step), CheckpointSpec(keep_last=1, keep_every=10, archive_model_only=True), False)
+        folder.mirror(
+            checkpoint_store, save(step), CheckpointSpec(keep_last=1, keep_every=10, archive_model_only=True), False
+        )
     assert list(folder.committed()) == ["model-00000010.a1", "step-00000014.a1"]
-    shutil.rmtree(shelf.folder)
-    assert recover(CheckpointStore(shelf.folder), folder, Events()).name == "step-00000014.a1"
+    shutil.rmtree(checkpoint_store.folder)
+    assert recover(CheckpointStore(checkpoint_store.folder), folder, Events()).name == "step-00000014.a1"
 
 
 def test_an_address_that_nothing_reads_is_refused():

@@ -1,4 +1,4 @@
-"""What stays on the shelf, for any history of saves."""
+"""What stays on the checkpoint store, for any history of saves."""
 
 import math
 

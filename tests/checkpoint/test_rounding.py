@@ -49,12 +49,14 @@ def test_what_8_bits_leave_alone() -> None:
         assert round_tensor(name, tensor, "int8").stored is tensor, name
 
 
-def test_an_8_bit_pack_comes_back(shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_8_bit_pack_comes_back(
+    checkpoint_store: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
+) -> None:
     state = {
         "model.w": torch.randn(300, 7), "model.norm": torch.ones(7).bfloat16(), "guard.count": torch.tensor(2**53),
         "optimizer.w.exp_avg_sq": torch.rand(300, 7, dtype=torch.float64).square(),
     }  # fmt: skip
-    packed = pack(shelf.save(state, manifest_of(1)), tmp_path / "store", "a", rounding="int8")
+    packed = pack(checkpoint_store.save(state, manifest_of(1)), tmp_path / "store", "a", rounding="int8")
     back = dict(SavedTensors(unpack(tmp_path / "store", "a", tmp_path / "back")))
     assert {name: (t.dtype, t.shape) for name, t in back.items()} == {n: (t.dtype, t.shape) for n, t in state.items()}
     for name, group in (("model.w", "model"), ("optimizer.w.exp_avg_sq", "optimizer")):
@@ -66,7 +68,7 @@ def test_an_8_bit_pack_comes_back(shelf: CheckpointStore, manifest_of: Callable[
 
 
 def test_only_changes_beyond_a_threshold_are_packed(
-    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
+    checkpoint_store: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     """One number in fifty moves by a tenth, the others by a millionth."""
     draw = torch.Generator().manual_seed(0)
@@ -74,8 +76,8 @@ def test_only_changes_beyond_a_threshold_are_packed(
     moved = torch.rand(20_000, generator=draw) < 0.02
     after = before + torch.where(moved, 0.1, 1e-6 * torch.randn(20_000, generator=draw))
     store = tmp_path / "store"
-    whole = pack(shelf.save({"model.w": before, "guard.step": torch.tensor(1)}, manifest_of(1)), store, "a")
-    folder = shelf.save({"model.w": after, "guard.step": torch.tensor(2)}, manifest_of(2))
+    whole = pack(checkpoint_store.save({"model.w": before, "guard.step": torch.tensor(1)}, manifest_of(1)), store, "a")
+    folder = checkpoint_store.save({"model.w": after, "guard.step": torch.tensor(2)}, manifest_of(2))
     exact = pack(folder, tmp_path / "exact", "b")
     sparse = pack(folder, store, "b", "a", threshold=1e-3)
     assert (sparse.compared, sparse.changed) == (20_000, int(moved.sum()))
@@ -89,13 +91,13 @@ def test_only_changes_beyond_a_threshold_are_packed(
 
 
 def test_a_pack_of_changes_may_follow_an_8_bit_one(
-    shelf: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
+    checkpoint_store: CheckpointStore, manifest_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Changes are against what unpacking gives, so the errors of the first are not added to."""
     before = torch.randn(5_000)
     after = before + 0.5 * (torch.arange(5_000) % 10 == 0)
-    pack(shelf.save({"model.w": before}, manifest_of(1)), tmp_path / "store", "a", rounding="int8")
-    pack(shelf.save({"model.w": after}, manifest_of(2)), tmp_path / "store", "b", "a", threshold=0.1)
+    pack(checkpoint_store.save({"model.w": before}, manifest_of(1)), tmp_path / "store", "a", rounding="int8")
+    pack(checkpoint_store.save({"model.w": after}, manifest_of(2)), tmp_path / "store", "b", "a", threshold=0.1)
     back = PackedTensors(tmp_path / "store", "b")["model.w"]
     assert float((back - after).abs().max()) < 0.02 and torch.equal(back[::10], after[::10])
 

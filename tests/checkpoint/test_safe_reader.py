@@ -23,8 +23,8 @@ def describe_files(folder):
 
 
 @pytest.fixture
-def saved(shelf, state_of, manifest_of):
-    return shelf.save(state_of(1), manifest_of(9))
+def saved(checkpoint_store, state_of, manifest_of):
+    return checkpoint_store.save(state_of(1), manifest_of(9))
 
 
 def put_index(folder, content: bytes):
@@ -47,7 +47,7 @@ class Call:
 @pytest.mark.parametrize(
     ("function", "name"), [(os.system, "posix.system"), (builtins.exec, "builtins.exec")], ids=["system", "exec"]
 )
-def test_refused_by_name_a_crafted_metadata_pickle(shelf, saved, state_of, tmp_path, function, name, inside):
+def test_refused_by_name_a_crafted_metadata_pickle(checkpoint_store, saved, state_of, tmp_path, function, name, inside):
     witness = tmp_path / "witness"
     command = f"touch {witness}" if function is os.system else f"open({str(witness)!r}, 'w')"
     payload = Call(function, command)
@@ -61,12 +61,12 @@ def test_refused_by_name_a_crafted_metadata_pickle(shelf, saved, state_of, tmp_p
 
     put_index(saved, crafted)
     with pytest.raises(DamagedCheckpoint) as error:
-        shelf.load(saved, state_of(1))
+        checkpoint_store.load(saved, state_of(1))
     assert str(saved / ".metadata") in str(error.value) and name in str(error.value)
     assert not witness.exists()
 
 
-def test_refused_by_name_a_crafted_optimizer_entry(shelf, saved, state_of, tmp_path):
+def test_refused_by_name_a_crafted_optimizer_entry(checkpoint_store, saved, state_of, tmp_path):
     """Optimizers' own state dicts hold plain objects, which DCP stores as pickles and loads as such."""
     witness = tmp_path / "witness"
     crafted = state_of(1) | {"optimizer.param_groups": Call(os.system, f"touch {witness}")}
@@ -78,12 +78,12 @@ def test_refused_by_name_a_crafted_optimizer_entry(shelf, saved, state_of, tmp_p
 
     for asked in (crafted, state_of(1)):
         with pytest.raises(DamagedCheckpoint) as error:
-            shelf.load(saved, asked)
+            checkpoint_store.load(saved, asked)
         assert str(saved / ".metadata") in str(error.value) and "BytesStorageMetadata" in str(error.value)
     assert not witness.exists()
 
 
-def test_refused_by_name_a_tensor_that_is_a_pickle(shelf, saved, state_of, tmp_path):
+def test_refused_by_name_a_tensor_that_is_a_pickle(checkpoint_store, saved, state_of, tmp_path):
     """The index says tensor, and the shard holds an object that runs code when it is loaded."""
     witness, shard = tmp_path / "witness", next(saved.glob("*.distcp"))
     payload = io.BytesIO()
@@ -99,29 +99,29 @@ def test_refused_by_name_a_tensor_that_is_a_pickle(shelf, saved, state_of, tmp_p
     shard.write_bytes(shard.read_bytes() + payload.getvalue())
     put_index(saved, pickle.dumps(metadata))
     with pytest.raises(DamagedCheckpoint) as error:
-        shelf.load(saved, state_of(1))
+        checkpoint_store.load(saved, state_of(1))
     assert str(saved) in str(error.value) and "system" in str(error.value)
     assert not witness.exists()
 
 
-def test_refused_by_name_a_swapped_shard(shelf, saved, state_of, manifest_of):
+def test_refused_by_name_a_swapped_shard(checkpoint_store, saved, state_of, manifest_of):
     """The same tensors of another checkpoint: the right size, a sound file, and not the one that was saved."""
-    other = shelf.save(state_of(2), manifest_of(10))
+    other = checkpoint_store.save(state_of(2), manifest_of(10))
     (shard,), (foreign,) = saved.glob("*.distcp"), other.glob("*.distcp")
     shard.write_bytes(foreign.read_bytes())
     with pytest.raises(DamagedCheckpoint) as error:
-        shelf.load(saved, state_of(1))
+        checkpoint_store.load(saved, state_of(1))
     assert str(error.value) == f"{shard}: its content differs from what was saved (hash mismatch)"
 
 
-def test_refused_by_name_a_wrong_hash(shelf, saved, state_of):
+def test_refused_by_name_a_wrong_hash(checkpoint_store, saved, state_of):
     """A manifest that is whole and signed with its own hash, but vouches for another file."""
     (shard,) = saved.glob("*.distcp")
     files = describe_files(saved)
     files[shard.name]["xxh3_128"] = "0" * 32
     commit(saved, replace(read_manifest(saved), files=files))
     with pytest.raises(DamagedCheckpoint) as error:
-        shelf.load(saved, state_of(1))
+        checkpoint_store.load(saved, state_of(1))
     assert str(error.value) == f"{shard}: its content differs from what was saved (hash mismatch)"
 
 
@@ -155,44 +155,44 @@ def test_every_other_name_is_refused(saved, module, name):
 
 
 @pytest.mark.parametrize("entry", [BytesStorageMetadata(), "text", None, {"a": 1}], ids=repr)
-def test_an_entry_that_is_not_a_tensor_is_refused(shelf, saved, state_of, entry):
+def test_an_entry_that_is_not_a_tensor_is_refused(checkpoint_store, saved, state_of, entry):
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     metadata.state_dict_metadata["extra"] = entry
     put_index(saved, pickle.dumps(metadata))
     with pytest.raises(DamagedCheckpoint, match=r"BytesStorageMetadata|entry 'extra' is not a tensor") as error:
-        shelf.load(saved, state_of(1))
+        checkpoint_store.load(saved, state_of(1))
     assert str(saved / ".metadata") in str(error.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80", b"garbage", pickle.dumps([1, 2]), pickle.dumps(None)], ids=repr)
-def test_an_index_that_is_none_is_refused(shelf, saved, state_of, content):
+def test_an_index_that_is_none_is_refused(checkpoint_store, saved, state_of, content):
     put_index(saved, content)
     with pytest.raises(DamagedCheckpoint) as error:
-        shelf.load(saved, state_of(1))
+        checkpoint_store.load(saved, state_of(1))
     assert str(saved / ".metadata") in str(error.value)
 
 
-def test_an_index_that_points_out_of_its_folder_is_refused(shelf, saved, state_of, tmp_path):
+def test_an_index_that_points_out_of_its_folder_is_refused(checkpoint_store, saved, state_of, tmp_path):
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     (tmp_path / "elsewhere").write_bytes(next(saved.glob("*.distcp")).read_bytes())
     for place in metadata.storage_data.values():
         place.relative_path = "../../elsewhere"
     put_index(saved, pickle.dumps(metadata))
     with pytest.raises(DamagedCheckpoint, match=r"points outside its folder, to \.\./\.\./elsewhere"):
-        shelf.load(saved, state_of(1))
+        checkpoint_store.load(saved, state_of(1))
 
 
-def test_an_index_without_its_storage_meta_is_read(shelf, saved, state_of):
+def test_an_index_without_its_storage_meta_is_read(checkpoint_store, saved, state_of):
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     del metadata.storage_meta
     put_index(saved, pickle.dumps(metadata))
     loaded = state_of(2)
-    shelf.load(saved, loaded)
+    checkpoint_store.load(saved, loaded)
     assert torch.equal(loaded["model.norm"], state_of(1)["model.norm"])
 
 
 @pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
-def test_an_index_of_any_python_is_read(shelf, saved, state_of, module):
+def test_an_index_of_any_python_is_read(checkpoint_store, saved, state_of, module):
     """Python 3.13 alone says that a path's class lives in pathlib._local."""
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     content = pickle.dumps(metadata, protocol=2)
@@ -201,7 +201,7 @@ def test_an_index_of_any_python_is_read(shelf, saved, state_of, module):
     assert b"c" + module + b"\nPosixPath" in content
     put_index(saved, content)
     loaded = state_of(2)
-    shelf.load(saved, loaded)
+    checkpoint_store.load(saved, loaded)
     assert torch.equal(loaded["model.norm"], state_of(1)["model.norm"])
 
 

@@ -45,12 +45,12 @@ def run(tmp_path: Path) -> Path:
         spec = {"name": "demo", "model": "10M", "data": {"sources": {"web": "data/"}}}
         writer.write_file("spec.yaml", yaml.safe_dump(spec))
         writer.write_file("model.json", json.dumps({"shape": SHAPE, "eos": ""}))
-        shelf = CheckpointStore(writer.checkpoints)
+        checkpoint_store = CheckpointStore(writer.checkpoints)
         for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5)):
             state = {MODEL + name: tensor for name, tensor in weights(step).items()}
-            made = shelf.save({**state, "optimizer.step": torch.tensor(step)}, manifest(step, loss))
+            made = checkpoint_store.save({**state, "optimizer.step": torch.tensor(step)}, manifest(step, loss))
             if step == 20:
-                shelf.confirm(made)
+                checkpoint_store.confirm(made)
         writer.event("finished", step=30, reason="done")
     return folder
 

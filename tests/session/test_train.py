@@ -280,9 +280,9 @@ def test_a_mixture_and_a_batch_change_reopen_the_guard(make_spec: Make, corpus: 
 
 
 def test_a_full_disk_loses_a_save_and_not_the_run(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bessemer.checkpoint import store as shelf
+    from bessemer.checkpoint import store as checkpoint_store
 
-    genuine, calls = shelf.commit, []
+    genuine, calls = checkpoint_store.commit, []
 
     def refuse_once(*args: Any) -> None:
         calls.append(args)
@@ -290,7 +290,7 @@ def test_a_full_disk_loses_a_save_and_not_the_run(make_spec: Make, monkeypatch: 
             raise OSError(28, "No space left on device")
         genuine(*args)
 
-    monkeypatch.setattr(shelf, "commit", refuse_once)
+    monkeypatch.setattr(checkpoint_store, "commit", refuse_once)
     spec = make_spec()
     assert train(spec).kind == "finished"
     assert "No space left" in events(spec, "save_failed")[0]["reason"]

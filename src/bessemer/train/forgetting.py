@@ -73,11 +73,11 @@ def judge_forgetting(job: Job, done: int, changes: dict[int, str]) -> Alarm | No
 
 def tag_newest(job: Job, tag: str) -> None:
     """Tag the newest checkpoint as one from before any trouble: retention keeps tagged ones."""
-    shelf = job.saver.store
+    store = job.saver.store
     try:
-        tags = read_tags(shelf.folder)
-        if (committed := shelf.committed()) and tags.get(tag) != (newest := committed[-1][0].name):
-            write_atomic(shelf.folder / TAGS, json.dumps({**tags, tag: newest}, indent=1, sort_keys=True))
+        tags = read_tags(store.folder)
+        if (committed := store.committed()) and tags.get(tag) != (newest := committed[-1][0].name):
+            write_atomic(store.folder / TAGS, json.dumps({**tags, tag: newest}, indent=1, sort_keys=True))
     except (OSError, UserError) as error:
         job.recorder.event("save_failed", reason=f"the tag {tag}: {error}")
 

@@ -61,8 +61,8 @@ class PendingSave:
 class CheckpointSaver:
     """Writes checkpoints of one job, mirrors them to remote storage and applies retention to both."""
 
-    def __init__(self, shelf: CheckpointStore, spec_fingerprint: str, remote: RemoteCheckpoints | None = None) -> None:
-        self.store, self.spec_fingerprint, self.remote = shelf, spec_fingerprint, remote
+    def __init__(self, store: CheckpointStore, spec_fingerprint: str, remote: RemoteCheckpoints | None = None) -> None:
+        self.store, self.spec_fingerprint, self.remote = store, spec_fingerprint, remote
         self._staging = Staging()
         self._saving: tuple[PendingSave, Future[None]] | None = None
         self._uploading: tuple[Path, Future[dict[str, Any]]] | None = None
@@ -238,10 +238,10 @@ class CheckpointSaver:
             except OSError as error:  # it is intact, but not used for rollbacks
                 job.recorder.event("save_failed", step=done, reason=f"{folder.name} cannot be confirmed: {error}")
 
-    def save_scene(self, job: Job, shelf: CheckpointStore, step: int) -> Path:
+    def save_scene(self, job: Job, scenes: CheckpointStore, step: int) -> Path:
         """Save the state that a step was judged with to another store. Raises OSError if the disk refuses."""
         self.wait(job)  # one save at a time: ranks share one channel for it
-        return shelf.save(job.state(), self.manifest(job, step, None))
+        return scenes.save(job.state(), self.manifest(job, step, None))
 
     def abandon(self, job: Job, after_step: int) -> list[str]:
         """After a rollback to `after_step`, delete later checkpoints, local and remote; their names."""

@@ -43,19 +43,19 @@ from bessemer.train.device import pick_device
 
 def find_checkpoint(run: Run, which: str) -> Path:
     """`last`, `best` or a checkpoint's name."""
-    shelf = CheckpointStore(run.checkpoints)
+    store = CheckpointStore(run.checkpoints)
     which = read_tags(run.checkpoints).get(which, which)
-    names = {path.name: path for path, _ in shelf.committed()}
+    names = {path.name: path for path, _ in store.committed()}
     if not names:
         raise UserError(f"{run.folder}: no checkpoint yet; train it first")
     if which == "last":
         return list(names.values())[-1]
     if which == "best":
-        best = shelf.best()
+        best = store.best()
         if best is None:
             raise UserError(f"{run.folder}: no checkpoint has a validation loss; use last")
         return best
-    names |= {path.name: path for path, _ in shelf.committed("model")}
+    names |= {path.name: path for path, _ in store.committed("model")}
     if which not in names:
         raise UserError(f"{run.folder}: no checkpoint {which!r}; there are last, best, {', '.join(names)}")
     return names[which]
@@ -235,8 +235,8 @@ def _empty(shape: ModelShape, device: torch.device) -> Decoder:
     return model
 
 
-def _imported_checkpoint(shelf: CheckpointStore, path: Path, which: str) -> Path:
-    saved = {path.name: path for path, _ in shelf.committed("model")}
+def _imported_checkpoint(store: CheckpointStore, path: Path, which: str) -> Path:
+    saved = {path.name: path for path, _ in store.committed("model")}
     if not saved or which not in {"last", "best", *saved}:
         raise UserError(f"{path}: no checkpoint {which!r}; there are {', '.join(saved) or 'none'}")
     return saved.get(which, list(saved.values())[-1])

@@ -49,8 +49,8 @@ class RollbackTarget:
 class IncidentResponder:
     """Handles the incidents of one start of a run."""
 
-    def __init__(self, job: Job, shelf: CheckpointStore) -> None:
-        self.job, self.store = job, shelf
+    def __init__(self, job: Job, store: CheckpointStore) -> None:
+        self.job, self.store = job, store
         self.case: IncidentCase | None = None
         self.last_step = -SAME_CASE
         self.targets: list[int] = []  # steps rolled back to in this stretch of trouble
@@ -360,14 +360,14 @@ class IncidentResponder:
     def _save_scene(self, scene: StepScene) -> None:
         """Saves the judged state to disk for later analysis."""
         job = self.job
-        shelf = CheckpointStore(job.recorder.run.folder / "scenes", job.world)
+        scenes = CheckpointStore(job.recorder.run.folder / "scenes", job.world)
         try:
-            for folder, _ in shelf.committed()[: 1 - MAX_SCENES] if job.world.main else []:
+            for folder, _ in scenes.committed()[: 1 - MAX_SCENES] if job.world.main else []:
                 discard(folder)
         except OSError as error:  # only rank 0 discards
             job.recorder.event("save_failed", step=scene.step, reason=f"an old scene could not be deleted: {error}")
         try:
-            saved = job.saver.save_scene(job, shelf, scene.step)
+            saved = job.saver.save_scene(job, scenes, scene.step)
             job.recorder.event("scene_saved", step=scene.step, checkpoint=saved.name)
         except OSError as error:
             job.recorder.event("save_failed", step=scene.step, reason=f"the scene: {error}")
