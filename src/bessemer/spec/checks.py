@@ -253,9 +253,11 @@ def check_validation_share(spec: RunSpec) -> Iterator[Problem]:
 
 
 def check_stop_rules(spec: RunSpec) -> Iterator[Problem]:
+    if spec.budget.stop.forecast is not None and spec.objective != "pretrain":
+        yield ("budget", "stop", "forecast"), f"the loss of {spec.objective} follows no known law: remove this rule"
     if spec.data.validation > 0:
         return
-    for key in ("validation_loss", "patience"):
+    for key in ("validation_loss", "patience", "forecast"):
         if getattr(spec.budget.stop, key) is not None:
             yield (("budget", "stop", key), "needs held-out documents: write data.validation: 1%, or remove this rule")
 
@@ -310,7 +312,8 @@ def check_optimizer(spec: RunSpec) -> Iterator[Problem]:
     if optimizer.name == "schedule_free" and optimizer.ema is not None:
         yield ("optimizer", "ema"), "schedule_free has its own average: remove this"
     special = [key for key in ("sam", "lookahead") if getattr(optimizer, key) is not None]
-    special += ["name"] if optimizer.name == "schedule_free" else []
+    special += ["name"] if optimizer.name in ("schedule_free", "sophia") else []
+    yield from check_sampled_labels(spec)
     usual = ("norm", False, None)
     special += [key for key in ("clipping", "centralize", "noise") if getattr(optimizer, key) not in usual]
     for key in special:
@@ -377,6 +380,19 @@ def check_wrapped(spec: RunSpec) -> Iterator[Problem]:
         yield ("optimizer", "layer_decay"), "needs the order of layers, which a wrapped model does not state: remove it"
     if any(spec.dropout.model_dump().values()):
         yield ("dropout",), "a wrapped model trains without dropout: remove this, or wrap"
+
+
+def check_sampled_labels(spec: RunSpec) -> Iterator[Problem]:
+    """Sophia draws labels from the logits of all columns of a row, on one process."""
+    if spec.optimizer.name != "sophia":
+        return
+    others = {
+        f"objective: {spec.objective}": spec.objective != "pretrain", "parallel.pp": spec.parallel.pp > 1,
+        "parallel.tp": spec.parallel.tp > 1, "parallel.cp": spec.parallel.cp > 1, "model.moe": bool(spec.model.moe),
+        "model.wrap": spec.model.wrap,
+    }  # fmt: skip
+    if other := next((key for key, used in others.items() if used), None):
+        yield ("optimizer", "name"), f"sophia draws labels from the logits, not with {other}: write adamw, or muon"
 
 
 def check_parameter_groups(spec: RunSpec) -> Iterator[Problem]:
