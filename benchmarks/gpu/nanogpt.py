@@ -28,6 +28,10 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],))
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.type_as(x))
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,11 +48,11 @@ class Block(nn.Module):
         rows, length, width = x_BTW.shape
         x_BTW = self.mix[0].to(x_BTW.dtype) * x_BTW + self.mix[1].to(x_BTW.dtype) * start_BTW
         inner = norm(x_BTW)
-        q, k, v = (F.linear(inner, w).view(rows, length, self.heads, -1).transpose(1, 2) for w in self.qkv)
+        q, k, v = (linear(inner, w).view(rows, length, self.heads, -1).transpose(1, 2) for w in self.qkv)
         q, k = turn(norm(q), cos, sin), turn(norm(k), cos, sin)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.12)
-        x_BTW = x_BTW + F.linear(mixed.transpose(1, 2).reshape(rows, length, width), self.out)
-        return x_BTW + F.linear(F.relu(F.linear(norm(x_BTW), self.up)).square(), self.down)
+        x_BTW = x_BTW + linear(mixed.transpose(1, 2).reshape(rows, length, width), self.out)
+        return x_BTW + linear(F.relu(linear(norm(x_BTW), self.up)).square(), self.down)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -69,10 +73,11 @@ class Network(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor) -> Tensor:
         """The sum of the weighted losses."""
-        x = start = norm(F.embedding(tokens_BT, self.embedding))
+        compute = torch.bfloat16 if tokens_BT.is_cuda else torch.float32
+        x = start = norm(F.embedding(tokens_BT, self.embedding).to(compute))
         for block in self.blocks:
             x = block(x, start, self.cos, self.sin)
-        logits = F.linear(norm(x), self.head).float()
+        logits = linear(norm(x), self.head).float()
         losses = F.cross_entropy((CAP * torch.tanh(logits / CAP)).flatten(0, 1), targets_BT.flatten(), reduction="none")
         return (losses * weights_BT.flatten()).sum()
 
@@ -140,8 +145,7 @@ def train(spec: Any, skipped: int) -> dict[str, Any]:
 
     def sum_of(batch: Any) -> Tensor:
         arrays = (torch.from_numpy(a) for a in (batch.tokens, batch.targets, batch.weights))
-        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-            return loss_of(*(array.to(device, non_blocking=True) for array in arrays))
+        return loss_of(*(array.to(device, non_blocking=True) for array in arrays))
 
     losses, total, began_s = list[Tensor](), plan.total_steps, 0.0
     with Prefetch(stream, micro, depth=2, pin=cuda) as prefetch:

@@ -231,6 +231,13 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "averages of replicas": ("dp_replicate", {"ema": 0.9}, {}, 1e-5),
     "8bit": ("dp_shard", {}, {"memory": {"moments": "8bit"}}, 1e-3),
     "lion, divided": ("dp_shard", {"name": "lion", "lr": 3e-4}, {}, 1e-4),
+    "muon, tensor-parallel": ("tp", {"name": "muon", "muon": {"precision": "fp64"}}, {}, 1e-4),
+    "lamb, tensor-parallel": ("tp", {"name": "lamb"}, {}, 1e-4),
+    "adafactor, tensor-parallel": ("tp", {"name": "adafactor"}, {}, 1e-4),
+    "sm3, tensor-parallel": ("tp", {"name": "sm3"}, {}, 1e-4),
+    "soap, tensor-parallel": ("tp", {"name": "soap", "lr": 1e-3}, {}, 1e-3),
+    "sophia, divided": ("dp_shard", {"name": "sophia", "lr": 1e-3, "interval": 3}, {}, 1e-3),
+    "sophia of replicas": ("dp_replicate", {"name": "sophia", "lr": 1e-3, "interval": 3}, {}, 1e-3),
     "on the host": ("dp_shard", {}, {"memory": {"offload_optimizer": True}}, 1e-5),
 }
 
