@@ -303,8 +303,8 @@ def batch_ramp(
         sizes = [None if text is None else parse_count(text) for text in (first, longest)]
     except ValueError as error:
         raise _error(f"--first, --longest: {error}") from None
-    found = ramp_of_run(Run.existing(run), *sizes)
-    _print(found.to_json(), found.lines(), as_json)
+    answer = ramp_of_run(Run.existing(run), *sizes)
+    _print(answer.to_json(), answer.lines(), as_json)
 
 
 def _error(text: str) -> Exception:

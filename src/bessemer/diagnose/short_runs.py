@@ -72,10 +72,10 @@ def transfer_report(runs: dict[int, dict[float, ShortRun]], init: str) -> Inspec
         conclusions.append("A best rate is at an end of --rates: the best may be outside.")
     if len(at) > 1:
         apart = max(at) - min(at)
-        kept = "stays" if apart <= 1 else "moves"
+        verb = "stays" if apart <= 1 else "moves"
         advice = "" if apart <= 1 or init == "mup" else "; with model.init: mup it should stay"
         conclusions.append(
-            f"With init {init} the best rate {kept}: {apart} steps of --rates between the widths{advice}."
+            f"With init {init} the best rate {verb}: {apart} steps of --rates between the widths{advice}."
         )
     rows = [[f"{rate:.2g}", *(f"{values[i]:.4f}" for values in losses.values())] for i, rate in enumerate(rates)]
     figure = LineChart("Loss by learning rate and width", rates, losses, "learning rate", log_x=True)

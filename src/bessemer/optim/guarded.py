@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from bessemer.dtensor import is_dtensor, local, wrap_shard
 from bessemer.errors import UserError
 from bessemer.optim.clipping import GradientClipper
-from bessemer.optim.groups import factor_at, trains_at
+from bessemer.optim.groups import decay_at, factor_at, trains_at
 from bessemer.optim.low_memory import LowMemoryOptimizer
 from bessemer.optim.rule_optimizer import RuleOptimizer
 from bessemer.optim.wrappers import Lookahead
@@ -130,7 +130,7 @@ class GuardedOptimizer:
         self.held = set()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["factor"] = factor_at(group, step)
+                group["factor"], group["weight_decay"] = factor_at(group, step), decay_at(group, step)
                 if not trains_at(group, step):
                     self.held |= set(group["params"])
 

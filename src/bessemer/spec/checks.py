@@ -407,9 +407,10 @@ def check_parameter_groups(spec: RunSpec) -> Iterator[Problem]:
             yield (*at, name, "betas"), f"{owner} has no betas by group: remove it"
         if None not in (group.train_from, group.train_until) and group.train_from >= group.train_until:  # type: ignore[operator]
             yield (*at, name, "train_until"), f"{group.train_until} is not after train_from: {group.train_from}"
-        for i, segment in enumerate(group.segments):
-            if segment.to is not None and not isinstance(segment.length, int):
-                yield (*at, name, "segments", i, "length"), "a group's segment needs a length in steps: write 500"
+        for key in ("segments", "decay_segments"):
+            for i, segment in enumerate(getattr(group, key)):
+                if segment.to is not None and not isinstance(segment.length, int):
+                    yield (*at, name, key, i, "length"), "a group's segment needs a length in steps: write 500"
 
 
 def check_recipe(spec: RunSpec) -> Iterator[Problem]:

@@ -206,6 +206,11 @@ class GroupSpec(SpecSection):
         "changes of the factor, which starts at 1: as schedule.segments, with a length in steps",
         [{"from_step": 1000, "to": "10%", "length": 500}],
     )
+    decay_segments: list[SegmentSpec] = setting(
+        [],
+        "changes of the weight decay as a factor, which starts at 1: as segments",
+        [{"from_step": 1000, "to": "0%", "length": 500}],
+    )
 
 
 class LookaheadSpec(SpecSection):

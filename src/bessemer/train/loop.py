@@ -428,9 +428,9 @@ def forecast_reason(job: Job) -> str | None:
         return None
     reason = None
     if job.world.main:
-        found = forecast(accepted(job.recorder.run.metrics()), schedule.lr, total, schedule.warmup)
-        if found is not None and found.low > limit:
-            reason = f"budget.stop.forecast: the final loss is forecast at {found.text()}, above {limit:g}"
+        result = forecast(accepted(job.recorder.run.metrics()), schedule.lr, total, schedule.warmup)
+        if result is not None and result.low > limit:
+            reason = f"budget.stop.forecast: the final loss is forecast at {result.text()}, above {limit:g}"
     return job.world.agree(reason)
 
 
