@@ -339,7 +339,7 @@ class Pretrain(Objective):
             torch.manual_seed(feed.seed)
         hidden_BTW = model(feed.tokens_BT, feed.attention_mask, **feed.more)
         options = loss_options(model.shape, self.settings)
-        draw, drawn = torch.Generator(hidden_BTW.device), []
+        draw, drawn = torch.Generator(hidden_BTW.device), list[Tensor]()
         for hidden_1TW, seed in zip(hidden_BTW.split(1), row_seeds, strict=True):
             logits_TV = self.logits(model, hidden_1TW)[0] * options.logit_scale
             if options.logit_cap is not None:
