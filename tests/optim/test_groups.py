@@ -198,7 +198,7 @@ def test_a_run_s_optimizer_makes_its_matrices_bf16():
 
 
 GROUPS = {
-    "blocks.2": {"lr_factor": 0.5, "weight_decay": 0.3},
+    "blocks.2": {"lr_factor": 0.5, "weight_decay": 0.3, "decay_segments": [{"from_step": 3, "to": 0.5, "length": 2}]},
     "embedding": {"lr_factor": 0.25, "betas": [0.5, 0.9]},
     "vectors": {"weight_decay": 0.05, "segments": [{"from_step": 2, "to": 0.0, "length": 4}]},
     "matrices": {"train_from": 2, "train_until": 4},
@@ -206,7 +206,8 @@ GROUPS = {
 
 
 def test_groups_are_torch_s_groups_made_by_hand():
-    """Rate, decay, betas, a factor that falls from step 2 to 6, and matrices that train in steps 2 and 3 only."""
+    """Rate, decay, betas, a factor that falls from step 2 to 6, a decay that falls to a half from step 3 to 5, and
+    matrices that train in steps 2 and 3 only."""
     model = model_of(tied=True)
     theirs = copy.deepcopy(model)
     optimizer = optimizer_for(model, spec_of(groups=GROUPS, weight_decay=0.1))
@@ -226,6 +227,8 @@ def test_groups_are_torch_s_groups_made_by_hand():
         for one in (model, theirs):
             one(torch.arange(16)[None] + step).square().mean().backward()
         for group in reference.param_groups:
+            if group["kind"] == "layer":
+                group["weight_decay"] = 0.3 * (1.0, 1.0, 1.0, 1.0, 0.75, 0.5)[step]
             group["lr"] = 3e-3 * group["scale"] * (factor if group["kind"] == "vectors" else 1.0)
             if group["kind"] == "matrices" and step not in (2, 3):
                 group["params"][0].grad = None

@@ -15,8 +15,8 @@ def test_equals_the_paper_in_float64(betas):
     momentum = [torch.zeros_like(w) for w in expected]
     groups = [{"params": weights[:1], "weight_decay": 0.3}, {"params": weights[1:], "weight_decay": 0.0}]
     optimizer = Lion(groups, lr=0.0, betas=betas)
-    for step in range(20):
-        lr = 0.01 * (step + 1)
+    for step in range(100):
+        lr = 0.002 * (step + 1)
         grads = [torch.randn(w.shape, generator=generator, dtype=torch.float64) for w in weights]
         for i, decay in enumerate((0.3, 0.0)):
             weights[i].grad = grads[i].clone()

@@ -13,6 +13,7 @@ from bessemer.spec.optimizer import MuonSpec, OptimizerSpec
 
 SHAPES = {"wide": (5, 7), "tall": (8, 3), "vector": (6,), "twin": (5, 7)}
 STEPS = 100
+TOKENS = 64.0  # in the mean whose gradient is that of sampled labels
 
 
 def weights(seed=0):
@@ -25,6 +26,11 @@ def gradient(step, name):
     return torch.randn(SHAPES[name], generator=draw, dtype=torch.float64) * (1 + 0.1 * math.sin(step))
 
 
+def sampled_gradient(step, name):
+    """Of labels drawn from the model's own logits."""
+    return gradient(5000 + step, name) / 10
+
+
 def rate(step):
     return 0.02 * (1 + math.cos(step / 40))
 
@@ -35,6 +41,12 @@ def ours(**spec):
     optimizer = make_optimizer(named.items(), OptimizerSpec(**spec))
     assert optimizer.fallback_reason is None
     for step in range(STEPS):
+        if optimizer.curvature_due(step):
+            for name, parameter in named.items():
+                parameter.grad = sampled_gradient(step, name) * 4
+            # One that is rejected leaves nothing behind.
+            optimizer.follow_curvature(9.0, torch.ones(()), torch.tensor(2.0))
+            optimizer.follow_curvature(TOKENS, torch.zeros(()), torch.tensor(4.0))
         for name, parameter in named.items():
             parameter.grad = gradient(step, name) * 2
         optimizer.step(rate(step), torch.zeros(()), torch.tensor(2.0))
@@ -75,6 +87,19 @@ def test_adafactor_equals_torch(decay):
 def test_sgd_equals_torch(nesterov):
     theirs = of_torch(torch.optim.SGD, 0.1, momentum=0.9, nesterov=nesterov)
     same(theirs, name="sgd", weight_decay=0.1, nesterov=nesterov)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_and_adamw_equal_the_papers(decoupled):
+    def update(w, g, state, t, lr):
+        decay = 0.1 if w.ndim > 1 else 0.0
+        g = g if decoupled else g + decay * w
+        state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
+        state["v"] = 0.95 * state.get("v", 0) + 0.05 * g**2
+        r = state["m"] / (1 - 0.9**t) / ((state["v"] / (1 - 0.95**t)) ** 0.5 + 1e-8)
+        return w - lr * (r + (decay * w if decoupled else 0))
+
+    same(by_hand(update), name="adamw" if decoupled else "adam", weight_decay=0.1)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -133,6 +158,27 @@ def test_schedule_free_equals_the_paper():
     found = [optimizer.optimizers[0].state[parameter]["x"] for parameter in optimizer.shards]
     for tensor, wanted in zip(found, averages[-len(SHAPES) :], strict=True):
         torch.testing.assert_close(tensor, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_sophia_equals_the_paper():
+    """Algorithm 3 of arXiv:2305.14342 with the estimate of algorithm 2; some elements reach the limit."""
+    limited = []
+
+    def theirs():
+        w, state = weights(), {name: {"m": 0.0, "h": 0.0} for name in SHAPES}
+        for step in range(STEPS):
+            for name, s in state.items():
+                s["m"] = 0.96 * s["m"] + 0.04 * gradient(step, name)
+                if step % 10 == 0:
+                    s["h"] = 0.99 * s["h"] + 0.01 * TOKENS * sampled_gradient(step, name) ** 2
+                ratio = s["m"] / torch.clamp(0.5 * s["h"], min=1e-12)
+                limited.append((ratio.abs() > 1).double().mean())
+                w[name] = w[name] - rate(step) * (0.2 if w[name].ndim > 1 else 0.0) * w[name]
+                w[name] = w[name] - rate(step) * ratio.clamp(-1, 1)
+            yield dict(w)
+
+    same(theirs(), name="sophia", gamma=0.5)
+    assert 0.05 < torch.stack(limited).mean() < 0.95
 
 
 def test_soap_equals_its_authors_code():

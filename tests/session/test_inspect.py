@@ -18,6 +18,8 @@ from bessemer.session.inspect import (
     inspect_lr,
     inspect_nan,
     inspect_noise,
+    inspect_transfer,
+    inspect_warmup,
 )
 from bessemer.session.session import Session, run_folder
 from bessemer.spec.load import dump_spec
@@ -128,6 +130,27 @@ def test_the_suggested_rate_trains_and_far_above_it_fails(make_spec: Callable[..
 
     at = {factor: after(factor * found["suggested"]) for factor in (0.01, 1.0, 300.0)}
     assert at[1.0] < at[0.01] - 1 and at[1.0] < at[300.0] - 1, at
+
+
+def test_widths_and_warm_ups_are_compared_by_short_runs(make_spec: Callable[..., RunSpec], tmp_path: Path) -> None:
+    """The numbers are those of updates made by hand; no run is written."""
+    spec = make_spec("fresh", model={"init": "mup", "mup_width": 32}, budget={"steps": 40, "batch": 128})
+    path = tmp_path / "spec.yaml"
+    path.write_text(dump_spec(spec))
+    found = inspect_transfer(path, [], "cpu", (32, 64), (1e-3, 1e-2), 12)
+    assert set(found.data["losses"]) == {"width 32", "width 64"} and found.data["rates"] == [1e-3, 1e-2]
+    bench = from_spec(spec)
+    subject, losses_by_hand = bench.subject(), []
+    for step in range(12):
+        losses_by_hand.append(float(backward_step(subject, step)))
+        bench.update(1e-2 * min(1.0, (step + 1) / 10))
+    assert found.data["losses"]["width 32"][1] == pytest.approx(sum(losses_by_hand[-3:]) / 3)
+    assert "With init mup the best rate" in found.text() and not run_folder(spec).exists()
+    with pytest.raises(UserError, match="--widths 40: is no multiple of 32"):
+        inspect_transfer(path, [], "cpu", (40,), (1e-3,), 8)
+    found = inspect_warmup(path, [], "cpu", (1, 8), 20, None)
+    assert set(found.data["runs"]) == {1, 8} and found.data["rate"] == 0.01
+    assert found.data["runs"][1]["losses"][0] == found.data["runs"][8]["losses"][0]
 
 
 def test_a_range_test_from_a_checkpoint_begins_at_its_loss(trained: Path) -> None:

@@ -33,7 +33,7 @@ def test_bytes_of_the_other_optimizers():
     numbers = {
         "adamw": 2, "adam": 2, "sgd": 1, "adagrad": 1, "rmsprop": 1, "nadam": 2, "radam": 2, "adamax": 2, "lion": 1,
         "adafactor": 0, "muon": 1, "lamb": 2, "lars": 1, "sm3": 1, "schedule_free": 3, "soap": 2,
-        "ademamix": 3, "mars": 3,
+        "ademamix": 3, "mars": 3, "sophia": 3,  # the gradients of sampled labels are held beside the step's
     }  # fmt: skip
     assert {n: optimizer_bytes(OptimizerSpec(name=n), MemorySpec()).moments / 4 for n in SETTINGS} == numbers
     assert optimizer_bytes(OptimizerSpec(name="sgd", momentum=0.0), MemorySpec()).moments == 0

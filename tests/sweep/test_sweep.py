@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,14 @@ def killed(sweep: Sweep, after: int) -> None:
         child.wait()
 
 
-@pytest.mark.parametrize("strategy", ["tpe", pytest.param("asha", marks=pytest.mark.slow)])
-def test_a_killed_sweep_ends_like_one_that_was_not(write: Write, strategy: str) -> None:
-    unbroken, _ = run(write("unbroken", strategy=strategy, trials=10))
-    sweep = write("broken", strategy=strategy, trials=10)
+@pytest.mark.parametrize(
+    ("strategy", "parallel"),
+    [("tpe", 1), ("tpe", 3), *(pytest.param("asha", n, marks=pytest.mark.slow) for n in (1, 3))],
+)
+def test_a_killed_sweep_ends_like_one_that_was_not(write: Write, strategy: str, parallel: int) -> None:
+    """With several trials at a time too, whichever of them end first."""
+    unbroken, _ = run(write("unbroken", strategy=strategy, trials=10, parallel=parallel))
+    sweep = write("broken", strategy=strategy, trials=10, parallel=parallel)
     killed(sweep, 8)
     assert len(Trials.read(sweep.folder).trials) >= 8
     with (sweep.folder / TRIALS).open("ab") as file:
@@ -147,6 +152,41 @@ def test_a_killed_sweep_ends_like_one_that_was_not(write: Write, strategy: str) 
     assert told(trials) == told(unbroken) == told(Trials.read(sweep.folder))
     best = (sweep.folder / "best.yaml").read_text()
     assert best.replace("broken", "unbroken") == (Path("runs/unbroken/best.yaml")).read_text()
+
+
+def test_trials_of_a_round_run_beside_each_other(write: Write) -> None:
+    """Each waits for the other to begin. What ends first changes no draw."""
+    meeting = threading.Barrier(2, timeout=60)
+
+    def together(path: Path, output: Path) -> int:
+        meeting.wait()
+        time.sleep(0.05 * (path.stem == "trial-001"))
+        return pretend(path, output)
+
+    trials, _ = run(write(trials=6, parallel=2), together)
+    ends = [json.loads(line) for line in (trials.folder / TRIALS).read_text().splitlines()]
+    assert [record["trial"] for record in ends if "state" in record][:2] == [1, 0]
+    assert told(trials) == told(run(write("other", trials=6, parallel=2))[0])
+
+
+def test_a_trial_can_be_a_launched_job(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command waits for its job; changing where trials run changes no sweep."""
+    commands = []
+
+    class Child(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, command: list[str], **options: Any) -> None:
+            commands.append(command)
+            pretend(Path(command[5]), Path(command[5]).with_suffix(".log"))
+            super().__init__([sys.executable, "-c", ""], **options)
+
+    monkeypatch.setattr("bessemer.sweep.run.subprocess.Popen", Child)
+    trials, code = run_sweep(write(trials=2, parallel=2, launch="--on slurm --gpus 8"), print)
+    assert code == 0 and len(trials.ranked(1.0)) >= 1
+    assert (
+        sorted(command[2:5] + command[6:] for command in commands)
+        == [["bessemer", "launch", "submit", "--on", "slurm", "--gpus", "8", "--wait"]] * 2
+    )
+    run(write(trials=4, parallel=2))
 
 
 def test_more_trials_continue_a_finished_sweep_and_another_spec_is_refused(write: Write) -> None:
@@ -167,7 +207,7 @@ def test_an_interrupted_trial_ends_the_sweep_with_its_code(write: Write) -> None
         return 143
 
     trials, code = run_sweep(write(trials=3), print, interrupted)
-    assert code == 143 and trials.begun is trials.trials[0]
+    assert code == 143 and trials.begun == [trials.trials[0]]
     assert len(run(write(trials=3))[0].ranked(1.0)) >= 1
 
 
@@ -240,7 +280,7 @@ def test_the_command_prints_the_table_and_says_what_is_missing(
         printed = capsys.readouterr()
         return left.value.code or 0, printed.out, printed.err
 
-    monkeypatch.setattr("bessemer.sweep.run.train_in_a_process", pretend)
+    monkeypatch.setattr("bessemer.sweep.run.run_in_a_process", lambda launch, children, *paths: pretend(*paths))
     write(trials=3, strategy="random")
     code, out, _ = call("tuned.yaml")
     assert code == 0 and "trial 3/3" in out and out.rstrip().endswith("bessemer runs runs/tuned")

@@ -45,8 +45,8 @@ def test_a_sweep_killed_while_it_trains_gives_the_same_table_and_best_spec(tmp_p
     finally:
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
-    begun = Trials.read(tmp_path / "runs" / "broken").begun
-    assert begun is not None and begun.name == "trial-002"
+    [begun] = Trials.read(tmp_path / "runs" / "broken").begun
+    assert begun.name == "trial-002"
     assert len(list(run.metrics())) < 120
     while run.state == "running":  # the trial ends with its parent
         assert time.monotonic() < give_up

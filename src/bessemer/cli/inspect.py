@@ -53,6 +53,47 @@ def lr(
 
 
 @app.command()
+def transfer(
+    spec: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override a key of the spec.")] = None,
+    widths: Annotated[str, typer.Option(help="Widths to compare.")] = "64,128,256",
+    first: Annotated[float, typer.Option(help="Lowest learning rate.")] = 1e-3,
+    last: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-2,
+    points: Annotated[int, typer.Option(min=2, help="Rates to try.")] = 6,
+    steps: Annotated[int, typer.Option(min=8, help="Updates of each run.")] = 100,
+    device: Device = "auto", as_json: Json = False, html: Html = None,
+) -> None:  # fmt: skip
+    """Transfer check: train short runs of several widths at several rates, and plot whether the best rate stays.
+
+    Example: bessemer inspect transfer my-run.yaml --set model.init=mup --html transfer.html
+    """
+    from bessemer.diagnose.short_runs import spread_rates
+    from bessemer.session.inspect import inspect_transfer
+
+    sizes, rates = [int(width) for width in widths.split(",")], spread_rates(first, last, points)
+    _print_report(lambda: inspect_transfer(spec, settings or [], device, sizes, rates, steps), as_json, html)
+
+
+@app.command()
+def warmup(
+    spec: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override a key of the spec.")] = None,
+    warmups: Annotated[str, typer.Option(help="Lengths to try, in steps.")] = "1,10,30,100",
+    steps: Annotated[int, typer.Option(min=16, help="Updates of each run.")] = 200,
+    rate: Annotated[float | None, typer.Option(help="Peak learning rate (default: the planned one).")] = None,
+    device: Device = "auto", as_json: Json = False, html: Html = None,
+) -> None:  # fmt: skip
+    """Warm-up calibration: the shortest warm-up to the peak rate that keeps gradients calm and the loss low.
+
+    Example: bessemer inspect warmup my-run.yaml --warmups 1,20,50,100
+    """
+    from bessemer.session.inspect import inspect_warmup
+
+    lengths = [int(length) for length in warmups.split(",")]
+    _print_report(lambda: inspect_warmup(spec, settings or [], device, lengths, steps, rate), as_json, html)
+
+
+@app.command()
 def gradients(
     run: RunFolder, batches: Batches = 4, checkpoint: Checkpoint = "last", device: Device = "auto",
     as_json: Json = False, html: Html = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,12 @@ def submit(
         "", "--emit", help="Write the run for accelerate, deepspeed, megatron or torchtitan instead of submitting it."
     ),
     out: Path | None = typer.Option(None, "--out", help="With --emit: the folder (default: NAME-FRAMEWORK)."),
+    wait: bool = typer.Option(
+        False,
+        "--wait",
+        help="Wait until the job has ended, also one that was submitted before; exit code 1 if its run "
+        "is not finished.",
+    ),
     max_restarts: int = typer.Option(3, "--max-restarts", min=0, help="How often torchrun restarts crashed workers."),
     as_json: bool = AS_JSON,
 ) -> None:
@@ -74,7 +81,7 @@ def submit(
     from dataclasses import asdict
 
     from bessemer.launch.request import LaunchRequest, check_request, idle_ranks_note
-    from bessemer.launch.submit import generate_files
+    from bessemer.launch.submit import active_job, generate_files, wait_for_job
     from bessemer.launch.submit import submit as submit_request
     from bessemer.spec.load import load_spec
 
@@ -99,11 +106,14 @@ def submit(
     if as_json and on == "local":
         raise UserError(f"--json: --on local trains in this process: use `bessemer train {spec} --json`")
     with lines_on_stderr(as_json):
-        job = submit_request(request, lambda line: print(line, flush=True))
+        active = active_job(request) if wait else None
+        job = active[0] if active else submit_request(request, lambda line: print(line, flush=True))
     if as_json:
         print_json({"submitted": job is not None, "folder": str(request.folder), **(asdict(job) if job else {})})
     elif job is not None:
         print(f"submitted  {job.name} as {job.on} job {job.id}; check it with `bessemer launch status {job.name}`")
+    if wait and (job is None or wait_for_job(job, lambda line: print(line, file=sys.stderr, flush=True))):
+        raise typer.Exit(1)
 
 
 def _print_files(folder: Path, files: Mapping[str, str], as_json: bool) -> None:

@@ -284,6 +284,29 @@ def forecast(
     _print(forecast.to_json(), forecast.lines(), as_json)
 
 
+@app.command("ramp")
+def batch_ramp(
+    run: Path = typer.Argument(help="The folder of a run that measured its noise scale (observe.noise_every)."),
+    first: str | None = typer.Option(None, "--first", help="Tokens of the first batches (default: a quarter)."),
+    longest: str | None = typer.Option(None, "--longest", help="Tokens of the last ones (default: 8 times the run's)."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Show the gradient noise scale over a run, and the batch ramp that follows from it for another run.
+
+    Example: bessemer plan ramp runs/my-run --longest 1M
+    """
+    from bessemer.plan.batch_ramp import ramp_of_run
+    from bessemer.run.directory import Run
+    from bessemer.spec.quantity import parse_count
+
+    try:
+        sizes = [None if text is None else parse_count(text) for text in (first, longest)]
+    except ValueError as error:
+        raise _error(f"--first, --longest: {error}") from None
+    answer = ramp_of_run(Run.existing(run), *sizes)
+    _print(answer.to_json(), answer.lines(), as_json)
+
+
 def _error(text: str) -> Exception:
     from bessemer.errors import UserError
 

@@ -27,7 +27,7 @@ def sweep(spec: Path = SPEC, settings: list[str] = SETTINGS, as_json: bool = AS_
         trials, code = run_sweep(opened, lambda line: print(line, file=out, flush=True))
     if as_json:
         print_json(to_json(opened, trials))
-    elif trials.begun is None:
+    elif not trials.begun:
         print()
         print_rows(table_rows(opened, trials))
         print("\n" + "\n".join(closing_lines(opened, trials)))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bessemer.diagnose.report import InspectedModel, InspectionReport, backward_step
 from bessemer.observe.figure import LineChart
+from bessemer.plan.batch_ramp import split_noise
 from bessemer.run.finding import Finding
 
 VANISHED = 1e-4  # of the median matrix's gradient rms: such a layer learns nothing
@@ -148,8 +149,7 @@ class NoiseScale:
 def estimate_noise(small: list[tuple[float, float]], large: tuple[float, float]) -> tuple[float, float]:
     """Unbiased (|G|^2, S) from (tokens, squared gradient) of small batches and of the large one that they form."""
     squares, inverse = fmean(square for _, square in small), fmean(1 / tokens for tokens, _ in small)
-    noise = (squares - large[1]) / (inverse - 1 / large[0])
-    return large[1] - noise / large[0], noise
+    return split_noise(1 / inverse, squares, *large)
 
 
 def fieller_interval(samples: list[tuple[float, float]], confidence: float = 0.95) -> tuple[float, float]:

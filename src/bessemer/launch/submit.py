@@ -21,6 +21,7 @@ from bessemer.launch.local import Queue
 from bessemer.launch.request import LaunchRequest, check_request, refuse_secrets
 from bessemer.plan.cost_model.cost import Price
 from bessemer.plan.hardware import Cluster
+from bessemer.run.directory import Run
 from bessemer.spec.document import parse_yaml
 from bessemer.spec.load import dump_spec, validate, with_default_name
 from bessemer.storage import write_atomic
@@ -29,6 +30,7 @@ TARGETS: dict[str, LaunchTarget] = {
     "slurm": cast(LaunchTarget, slurm), "kubernetes": cast(LaunchTarget, kubernetes), "sky": cast(LaunchTarget, sky),
     "modal": cast(LaunchTarget, modal), "ssh": cast(LaunchTarget, ssh), "local": cast(LaunchTarget, local),
 }  # fmt: skip
+WAIT_POLL_S = 10.0  # between two questions about a job's state
 ENDED = (
     "ENDED",
     "GONE",
@@ -69,21 +71,40 @@ def write_files(request: LaunchRequest, files: dict[str, str]) -> None:
         ) from None
 
 
-def refuse_active_job(request: LaunchRequest) -> None:
-    """Refuse a second job for the same run. The run's lock would stop it too, but only after hours in a queue."""
+def active_job(request: LaunchRequest) -> tuple[LaunchJob, JobState] | None:
+    """The job that already runs or waits for the same run, and its state."""
     path = request.folder / RECORD
     if not path.exists():
-        return
+        return None
     job = read_job(path)
     try:
         states = TARGETS[job.on].states(job)
     except UserError:
-        return  # its client does not know the job: the run's lock decides
-    if any(is_active(state) for state in states):
+        return None  # its client does not know the job: the run's lock decides
+    return (job, states[0]) if any(is_active(state) for state in states) else None
+
+
+def refuse_active_job(request: LaunchRequest) -> None:
+    """Refuse a second job for the same run. The run's lock would stop it too, but only after hours in a queue."""
+    if active := active_job(request):
+        job, state = active
         raise UserError(
-            f"{job.name} is already {job.on} job {job.id} ({states[0].state}): `bessemer launch cancel {job.name}` "
+            f"{job.name} is already {job.on} job {job.id} ({state.state}): `bessemer launch cancel {job.name}` "
             "first, or give this one another name with --set name=..."
         )
+
+
+def wait_for_job(job: LaunchJob, report: Callable[[str], None], poll_s: float = WAIT_POLL_S) -> int:
+    """Wait until a job has ended, reporting changes of its state; 0 if its run is finished, else 1."""
+    reported = ""
+    while any(map(is_active, states := TARGETS[job.on].states(job))):
+        if states[0].state != reported:
+            reported = states[0].state
+            report(f"waiting  for {job.name}, {job.on} job {job.id}: {reported}")
+        time.sleep(poll_s)
+    state = Run(Path(job.folder).parent).state
+    report(f"ended    {job.name}: {state}")
+    return 0 if state == "finished" else 1
 
 
 def is_active(state: JobState) -> bool:

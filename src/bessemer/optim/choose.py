@@ -336,6 +336,8 @@ def veto_fault(
             if reject is not None:
                 value = torch.tensor(float("nan") if reject else 1.0, device=device)
                 weight.grad = torch.ones_like(weight) * value.to(dtype)
+                if probe.curvature_due(0):
+                    probe.follow_curvature(2.0, torch.tensor(reject, device=device))
                 probe.step(0.3, torch.tensor(reject, device=device), value)  # results that are not bf16 numbers
             snapshots.append([tensor.clone() for tensor in (weight.detach(), *probe.state().values())])
     except UserError:

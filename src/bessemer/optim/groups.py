@@ -71,11 +71,11 @@ def _options(
         options["weight_decay"] = group.weight_decay
     if group.betas is not None:
         options["betas"] = tuple(group.betas)
-    if group.segments:
-        segments = tuple(
-            RateSegment(part.from_step, part.to, int(part.length or 1), part.shape) for part in group.segments
-        )
-        options["course"] = Schedule(1.0, 0, 1, "constant", segments=segments)
+    for key, parts in (("course", group.segments), ("decay_course", group.decay_segments)):
+        if parts:
+            segments = tuple(RateSegment(part.from_step, part.to, int(part.length or 1), part.shape) for part in parts)
+            options[key] = Schedule(1.0, 0, 1, "constant", segments=segments)
+    options["full_decay"] = options["weight_decay"]
     if group.train_from is not None or group.train_until is not None:
         options["trains"] = (group.train_from or 0, group.train_until)
     return options
@@ -85,6 +85,12 @@ def factor_at(group: Mapping[str, Any], step: int) -> float:
     """A group's factor on its learning rate at a step."""
     course: Schedule | None = group.get("course")
     return course.lr(step) if course else 1.0
+
+
+def decay_at(group: Mapping[str, Any], step: int) -> float:
+    """A group's weight decay at a step."""
+    course: Schedule | None = group.get("decay_course")
+    return float(group["full_decay"] * course.lr(step)) if course else float(group["weight_decay"])
 
 
 def trains_at(group: Mapping[str, Any], step: int) -> bool:

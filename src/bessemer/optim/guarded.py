@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from bessemer.dtensor import is_dtensor, local, wrap_shard
 from bessemer.errors import UserError
 from bessemer.optim.clipping import GradientClipper
-from bessemer.optim.groups import factor_at, trains_at
+from bessemer.optim.groups import decay_at, factor_at, trains_at
 from bessemer.optim.low_memory import LowMemoryOptimizer
 from bessemer.optim.rule_optimizer import RuleOptimizer
 from bessemer.optim.wrappers import Lookahead
@@ -130,7 +130,7 @@ class GuardedOptimizer:
         self.held = set()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["factor"] = factor_at(group, step)
+                group["factor"], group["weight_decay"] = factor_at(group, step), decay_at(group, step)
                 if not trains_at(group, step):
                     self.held |= set(group["params"])
 
@@ -152,6 +152,31 @@ class GuardedOptimizer:
         self._set_shard_gradients()
         scale = torch.ones_like(norm, dtype=torch.float32) if scale is None else scale
         return self.clipper.clip(norm, limit, scale, reject.to(norm.device), step)
+
+    def curvature_due(self, step: int) -> bool:
+        """Whether the optimizer needs gradients of sampled labels before the update of this step."""
+        rules = [o for o in self.optimizers if isinstance(o, RuleOptimizer) and o.rule.curvature]
+        return any(step % optimizer.defaults["interval"] == 0 for optimizer in rules)
+
+    @contextmanager
+    def other_gradients(self, copy: bool) -> Iterator[None]:
+        """A block for gradients of another loss. Those before it are back afterwards; `copy` where their memory is
+        used again."""
+        before = [p.grad if p.grad is None or not copy else p.grad.clone() for p in self.parameters]
+        self.discard()
+        try:
+            yield
+        finally:
+            self.discard()
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def follow_curvature(self, tokens: float, reject: Tensor, scale: Tensor | None = None) -> None:
+        """Renew the curvature from the gradients of sampled labels, which are `scale` times too large."""
+        self._set_shard_gradients()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, RuleOptimizer) and optimizer.rule.curvature:
+                optimizer.follow_curvature(tokens, reject, scale)
 
     def set_lr(self, lr: float) -> None:
         for optimizer in self.optimizers:

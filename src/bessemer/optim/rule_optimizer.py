@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bessemer.dtensor import shard_of, wrap_shard
-from bessemer.optim.rules import Rule, StepSettings
+from bessemer.optim.rules import Rule, StepSettings, follow_curvature
 
 Sharded = Mapping[nn.Parameter, Any]  # what an optimizer steps -> the DTensor whose shard it is
 
@@ -104,6 +104,18 @@ class RuleOptimizer(Optimizer):
             values = {name: shard_of(like, t) if self.is_sharded(parameter, name) else t for name, t in values.items()}
         self._write([(parameter.detach(), new), *((old[name], value) for name, value in values.items())])
         state["step"] += 1 if self.found_inf is None else 1 - self.found_inf
+
+    @torch.no_grad()
+    def follow_curvature(self, tokens: float, reject: Tensor, scale: Tensor | None) -> None:
+        """Renew the curvature from gradients of sampled labels, `scale` times too large, unless `reject` is 1."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    curvature = self.state[parameter]["curvature"]
+                    grad = parameter.grad.to(curvature.dtype)
+                    grad = grad if scale is None else grad / scale.to(curvature.dtype)
+                    new = follow_curvature(curvature, grad, tokens, group["betas"][1])
+                    curvature.copy_(torch.where(reject.to(new.device).bool(), curvature, new))
 
     def _write(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Write the new values, or keep the old ones: selected, not multiplied by 0, which would let NaN through."""

@@ -148,6 +148,22 @@ def mars(weight: Tensor, grad: Tensor, state: State, settings: StepSettings) -> 
     return weight, {"exp_avg": mean, "exp_avg_sq": square, "last_grad": grad}
 
 
+def sophia(weight: Tensor, grad: Tensor, state: State, settings: StepSettings) -> Result:
+    """Sophia-G (Liu et al. 2023): the mean gradient over the loss's curvature, each element at most 1. The curvature is
+    renewed by `follow_curvature`; where it is 0, an update is the sign of the mean."""
+    mean = torch.lerp(state["exp_avg"], grad, 1 - settings.more["betas"][0])
+    size = torch.clamp(settings.more["gamma"] * state["curvature"], min=settings.more["eps"])
+    weight = weight * (1 - settings.lr * settings.weight_decay)
+    weight = weight - settings.lr * torch.clamp(mean / size, -1.0, 1.0)
+    return weight, {"exp_avg": mean, "curvature": state["curvature"]}
+
+
+def follow_curvature(curvature: Tensor, grad: Tensor, tokens: float, beta2: float) -> Tensor:
+    """The Gauss-Newton-Bartlett estimate: the gradient of the mean loss over labels that are drawn from the model's own
+    logits, squared, times their number."""
+    return torch.lerp(curvature, tokens * grad.square(), 1 - beta2)
+
+
 def soap(weight: Tensor, grad: Tensor, state: State, settings: StepSettings) -> Result:
     """SOAP (Vyas et al. 2024): Adam in the eigenbasis of the gradient's two covariances. The first step only sets the
     basis; every `interval` steps a power step with QR refreshes it. Decides on the host."""
@@ -225,6 +241,7 @@ class Rule:
     whole: bool = False
     on_host: bool = False  # decides by the step's number: a veto is read on the host
     settling: int = 0  # first steps that leave the weights alone
+    curvature: bool = False  # takes gradients of sampled labels every `interval` steps
     average: str = ""  # the entry of the state that is evaluated and exported instead of the weights
 
 
@@ -236,5 +253,6 @@ RULES = {
     "schedule_free": Rule(schedule_free, _schedule_free_state, average="x"),
     "ademamix": Rule(ademamix, _zeros("exp_avg", "exp_avg_slow", "exp_avg_sq")),
     "mars": Rule(mars, _zeros("exp_avg", "exp_avg_sq", "last_grad")),
+    "sophia": Rule(sophia, _zeros("exp_avg", "curvature"), curvature=True),
     "soap": Rule(soap, _soap_state, whole=True, on_host=True, settling=1),
 }

@@ -19,6 +19,8 @@ ONE_CYCLE_START = 1 / 25  # of the peak (Smith 2018, as in torch)
 EXPONENTIAL_START = 0.01  # of an exponential warm-up
 WARMUP_POWER = 2.0  # of a polynomial warm-up
 
+BATCH_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # of the rate in the batch
+
 BatchPhases = tuple[tuple[int, int], ...]  # (from_step, sequences of a step)
 
 
@@ -104,11 +106,17 @@ class Schedule:
     timescale: int = 0  # of inverse_sqrt; 0 is the warm-up
     segments: tuple[RateSegment, ...] = ()
     batches: BatchPhases = ()  # progress counts tokens, if the batch sizes are given
+    batch_rule: BatchPhases = ()  # the batch sizes that the rate follows
+    batch_power: float = 1.0
 
     def lr(self, step: int) -> float:
         """The rate of a step, counted from 0: the first one is peak / warmup, never zero."""
         started = [k for k, segment in enumerate(self.segments) if segment.from_step <= step]
-        return self._in_segment(started[-1], step) if started else self._course(step)
+        rate = self._in_segment(started[-1], step) if started else self._course(step)
+        if not self.batch_rule:
+            return rate
+        rows = [size for start, size in self.batch_rule if start <= step]
+        return rate * float((rows[-1] / rows[0]) ** self.batch_power)
 
     def changes(self) -> dict[int, str]:
         """Steps at which the rate changes course or rises again, with the reason."""
@@ -230,7 +238,9 @@ def run_schedule(spec: ScheduleSpec, run: DecidedRun) -> Schedule:
     )
     return Schedule(
         run.peak_lr, run.warmup_steps, total, spec.kind, spec.floor, spec.warmup_shape, segments=segments,
-        batches=run.batch_rows if spec.unit == "tokens" else (), **settings,
+        batches=run.batch_rows if spec.unit == "tokens" else (),
+        batch_rule=run.batch_rows if spec.batch_rule != "none" else (), batch_power=BATCH_POWERS[spec.batch_rule],
+        **settings,
     )  # fmt: skip
 
 

@@ -12,10 +12,11 @@ the same time. The profile is written to `profile/` in its folder.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from bessemer.checkpoint.store import CheckpointStore
 from bessemer.data.stream.batches import BatchStream
 from bessemer.data.stream.order import Segment
 from bessemer.data.tokenizer.tokenizer import Tokenizer
-from bessemer.diagnose import gradients, histograms, landscape, nonfinite
+from bessemer.diagnose import gradients, histograms, landscape, nonfinite, short_runs
 from bessemer.diagnose.report import InspectedModel, InspectionReport, MicroBatchTerms, backward_step
 from bessemer.errors import UserError
 from bessemer.model.adapters import clear_adapters, init_adapters
@@ -200,6 +201,53 @@ def inspect_lr(
         return loss
 
     return landscape.lr_range_report(landscape.run_lr_range_test(attempt, first, last, steps), bench.plan.peak_lr)
+
+
+def _attempt(bench: Inspection) -> Callable[[int, float], tuple[float, float]]:
+    subject = bench.subject()
+
+    def attempt(i: int, rate: float) -> tuple[float, float]:
+        loss = backward_step(subject, bench.step + i)
+        norm = bench.optimizer.grad_norm()
+        bench.update(rate)
+        return float(loss), float(norm)
+
+    return attempt
+
+
+def inspect_transfer(
+    path: Path, settings: list[str], device: str, widths: Sequence[int], rates: Sequence[float], steps: int
+) -> InspectionReport:
+    """Short runs of every width at every rate, from fresh weights; heads and feed-forward grow with the width."""
+    settings = [*settings, f"parallel.device={device}"] if device != "auto" else settings
+    base = from_spec(load_spec(path, settings))
+    shape, runs = base.model.shape, dict[int, dict[float, short_runs.ShortRun]]()
+    for width in widths:
+        if width * shape.kv_heads % shape.width:
+            raise UserError(
+                f"--widths {width}: is no multiple of {shape.width // math.gcd(shape.width, shape.kv_heads)}, so that "
+                f"heads of {shape.head_dim} do not divide it"
+            )
+        sizes = {key: getattr(shape, key) * width // shape.width for key in ("heads", "kv_heads", "ffn")}
+        wider = [*settings, f"model.width={width}", *(f"model.{key}={value}" for key, value in sizes.items())]
+        spec = load_spec(path, wider)
+        runs[width] = {
+            rate: short_runs.short_run(_attempt(from_spec(spec)), rate, steps, short_runs.WARMUP) for rate in rates
+        }
+    return short_runs.transfer_report(runs, base.spec.model.init)
+
+
+def inspect_warmup(
+    path: Path, settings: list[str], device: str, warmups: Sequence[int], steps: int, rate: float | None
+) -> InspectionReport:
+    """Short runs with every warm-up to the planned peak rate, from fresh weights."""
+    settings = [*settings, f"parallel.device={device}"] if device != "auto" else settings
+    spec, runs = load_spec(path, settings), dict[int, short_runs.ShortRun]()
+    bench = from_spec(spec)
+    rate = bench.plan.peak_lr if rate is None else rate
+    for warmup in warmups:
+        runs[warmup] = short_runs.short_run(_attempt(bench if not runs else from_spec(spec)), rate, steps, warmup)
+    return short_runs.warmup_report(runs, rate, bench.plan.warmup_steps)
 
 
 def inspect_gradients(bench: Inspection, batches: int) -> InspectionReport:

@@ -253,9 +253,11 @@ def check_validation_share(spec: RunSpec) -> Iterator[Problem]:
 
 
 def check_stop_rules(spec: RunSpec) -> Iterator[Problem]:
+    if spec.budget.stop.forecast is not None and spec.objective != "pretrain":
+        yield ("budget", "stop", "forecast"), f"the loss of {spec.objective} follows no known law: remove this rule"
     if spec.data.validation > 0:
         return
-    for key in ("validation_loss", "patience"):
+    for key in ("validation_loss", "patience", "forecast"):
         if getattr(spec.budget.stop, key) is not None:
             yield (("budget", "stop", key), "needs held-out documents: write data.validation: 1%, or remove this rule")
 
@@ -310,7 +312,8 @@ def check_optimizer(spec: RunSpec) -> Iterator[Problem]:
     if optimizer.name == "schedule_free" and optimizer.ema is not None:
         yield ("optimizer", "ema"), "schedule_free has its own average: remove this"
     special = [key for key in ("sam", "lookahead") if getattr(optimizer, key) is not None]
-    special += ["name"] if optimizer.name == "schedule_free" else []
+    special += ["name"] if optimizer.name in ("schedule_free", "sophia") else []
+    yield from check_sampled_labels(spec)
     usual = ("norm", False, None)
     special += [key for key in ("clipping", "centralize", "noise") if getattr(optimizer, key) not in usual]
     for key in special:
@@ -379,6 +382,19 @@ def check_wrapped(spec: RunSpec) -> Iterator[Problem]:
         yield ("dropout",), "a wrapped model trains without dropout: remove this, or wrap"
 
 
+def check_sampled_labels(spec: RunSpec) -> Iterator[Problem]:
+    """Sophia draws labels from the logits of all columns of a row, on one process."""
+    if spec.optimizer.name != "sophia":
+        return
+    others = {
+        f"objective: {spec.objective}": spec.objective != "pretrain", "parallel.pp": spec.parallel.pp > 1,
+        "parallel.tp": spec.parallel.tp > 1, "parallel.cp": spec.parallel.cp > 1, "model.moe": bool(spec.model.moe),
+        "model.wrap": spec.model.wrap,
+    }  # fmt: skip
+    if other := next((key for key, used in others.items() if used), None):
+        yield ("optimizer", "name"), f"sophia draws labels from the logits, not with {other}: write adamw, or muon"
+
+
 def check_parameter_groups(spec: RunSpec) -> Iterator[Problem]:
     optimizer, at = spec.optimizer, ("optimizer", "groups")
     if optimizer.groups and spec.parallel.engine == "deepspeed":
@@ -391,9 +407,10 @@ def check_parameter_groups(spec: RunSpec) -> Iterator[Problem]:
             yield (*at, name, "betas"), f"{owner} has no betas by group: remove it"
         if None not in (group.train_from, group.train_until) and group.train_from >= group.train_until:  # type: ignore[operator]
             yield (*at, name, "train_until"), f"{group.train_until} is not after train_from: {group.train_from}"
-        for i, segment in enumerate(group.segments):
-            if segment.to is not None and not isinstance(segment.length, int):
-                yield (*at, name, "segments", i, "length"), "a group's segment needs a length in steps: write 500"
+        for key in ("segments", "decay_segments"):
+            for i, segment in enumerate(getattr(group, key)):
+                if segment.to is not None and not isinstance(segment.length, int):
+                    yield (*at, name, key, i, "length"), "a group's segment needs a length in steps: write 500"
 
 
 def check_recipe(spec: RunSpec) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ BLOCK = 256  # elements of an 8-bit moment that share a scale
 MOMENTS = {
     "adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "lion": 1, "muon": 1, "lamb": 2,
     "lars": 1, "sm3": 1, "schedule_free": 3, "soap": 2, "ademamix": 3, "mars": 3,
+    "sophia": 2,
 }  # fmt: skip
 SOAP_LARGEST = 10_000  # a longer side of a matrix is not rotated, as in the paper's code
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / BLOCK}
@@ -109,7 +110,8 @@ def optimizer_bytes(
         count = (optimizer.name == "rmsprop") + bool(optimizer.settings()["momentum"])
     state = (count * MOMENT_BYTES[memory.moments] + (2.0 if memory.kept == "kahan" else 0.0)) * trained
     weights = 4.0 if memory.kept == "fp32" else 2.0
-    copies = weights * (bool(optimizer.sam) + bool(optimizer.lookahead)) * trained
+    # Sophia holds the gradients of a step while it takes those of sampled labels.
+    copies = weights * (bool(optimizer.sam) + bool(optimizer.lookahead) + (optimizer.name == "sophia")) * trained
     gradients = 0.0 if memory.update == "in_backward" else weights * trained
     working = 2.0 if weights == 4.0 and precision not in ("fp32", "tf32") else 0.0
     on_host = state if memory.offload_optimizer else 0.0
@@ -161,10 +163,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "weight_decay": 0.1,
     },
     "mars": {"betas": [0.95, 0.99], "gamma": 0.025, "eps": 1e-8, "weight_decay": 0.01},
+    "sophia": {"betas": [0.96, 0.99], "gamma": 0.05, "eps": 1e-12, "interval": 10, "weight_decay": 0.2},
 }  # fmt: skip
 # Steps that take the verdict on the device: torch's fused kernels, and Bessemer's own.
 FUSED = ("adamw", "adam", "sgd", "adagrad", "adafactor", "muon", "lamb", "lars", "sm3", "schedule_free", "ademamix",
-         "mars")  # fmt: skip
+         "mars", "sophia")  # fmt: skip
 
 
 class MuonSpec(SpecSection):
@@ -203,6 +206,11 @@ class GroupSpec(SpecSection):
         "changes of the factor, which starts at 1: as schedule.segments, with a length in steps",
         [{"from_step": 1000, "to": "10%", "length": 500}],
     )
+    decay_segments: list[SegmentSpec] = setting(
+        [],
+        "changes of the weight decay as a factor, which starts at 1: as segments",
+        [{"from_step": 1000, "to": "0%", "length": 500}],
+    )
 
 
 class LookaheadSpec(SpecSection):
@@ -219,19 +227,19 @@ class OptimizerSpec(SpecSection):
 
     name: Literal[
         "adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "lion", "adafactor", "muon", "lamb",
-        "lars", "sm3", "schedule_free", "soap", "ademamix", "mars"
+        "lars", "sm3", "schedule_free", "soap", "ademamix", "mars", "sophia"
     ] | Annotated[str, Field(pattern=r"^pytorch_optimizer\.[A-Za-z]\w*$")] = setting(
         "adamw",
         "adamw, adam, sgd, adagrad, rmsprop, nadam, radam, adamax, lion, adafactor, lamb, lars, sm3, schedule_free, "
-        "soap, ademamix, mars, or muon (hidden matrices; AdamW updates the rest at the same learning rate); or a class "
-        "of the package pytorch-optimizer, such as pytorch_optimizer.Prodigy",
+        "soap, ademamix, mars, sophia, or muon (hidden matrices; AdamW updates the rest at the same learning rate); or "
+        "a class of the package pytorch-optimizer, such as pytorch_optimizer.Prodigy",
         "adamw",
     )  # fmt: skip
     lr: AutoNumber = setting("auto", "peak learning rate", 3e-4)
     betas: list[Beta] | None = setting(None, "decay rates of the two moments", [0.9, 0.95], min_length=2, max_length=2)
     eps: float | None = setting(
         None,
-        "epsilon (1e-8; adagrad 1e-10, lamb 1e-6, sm3 1e-30); lion, lars and adafactor have none",
+        "epsilon (1e-8; adagrad 1e-10, lamb 1e-6, sm3 1e-30, sophia 1e-12); lion, lars and adafactor have none",
         1e-8,
         gt=0,
         le=1,
@@ -240,14 +248,19 @@ class OptimizerSpec(SpecSection):
     nesterov: bool | None = setting(None, "Nesterov momentum of sgd (false) and muon (true)", True)
     alpha: Beta | None = setting(None, "decay of the squared gradients in rmsprop (0.99)", 0.99)
     trust: float | None = setting(None, "length of a step of lars as a share of the weight's norm (1e-3)", 1e-3, gt=0)
-    interval: int | None = setting(None, "steps between two refreshes of soap's eigenbases (10)", 10, ge=1)
+    interval: int | None = setting(
+        None, "steps between two refreshes of soap's eigenbases or sophia's curvature (10)", 10, ge=1
+    )
     beta3: float | None = setting(None, "decay rate of ademamix's slow mean (0.9999)", 0.999, gt=0, lt=1)
     slow_share: float | None = setting(None, "weight of ademamix's slow mean, alpha in the paper (5)", 8.0, ge=0)
     slow_warmup: int | None = setting(
         None, "steps in which ademamix's slow mean gains its weight and length (10000); the paper's is the run", 5000,
         ge=1,
     )  # fmt: skip
-    gamma: float | None = setting(None, "strength of mars's gradient correction (0.025)", 0.05, ge=0, le=1)
+    gamma: float | None = setting(
+        None, "strength of mars's gradient correction (0.025); share of the curvature that sophia divides by (0.05)",
+        0.05, ge=0, le=1,
+    )  # fmt: skip
     arguments: dict[str, Any] = setting(
         {}, "arguments of a class of pytorch-optimizer, besides lr and weight_decay", {"betas": [0.9, 0.99]}
     )
@@ -255,7 +268,7 @@ class OptimizerSpec(SpecSection):
     weight_decay: float | None = setting(
         None,
         "weight decay of matrices: decoupled in adamw, nadam, radam, muon, schedule_free, ademamix (0.1), lamb, "
-        "soap, mars (0.01), "
+        "soap, mars (0.01), sophia (0.2), "
         "lion (0.5), adafactor and sm3 (0); added to the gradient in the others (0, lars 1e-4)",
         0.1,
         ge=0,

@@ -63,6 +63,10 @@ class ScheduleSpec(SpecSection):
     unit: Literal["steps", "tokens"] = setting(
         "steps", "what progress is measured in: steps, or tokens, which differ if the batch size changes", "tokens"
     )
+    batch_rule: Literal["none", "sqrt", "linear"] = setting(
+        "none", "how the rate follows budget.batch_changes: not, with the root of the batch (adamw, muon), or with the "
+        "batch (sgd)", "sqrt",
+    )  # fmt: skip
     cycles: int | None = setting(None, "cosine: cycles, each restarting at the peak (1); cyclical: triangles", 4, ge=1)
     decay: Span | None = setting(None, "wsd: length of the decay (20%)", "20%")
     decay_shape: DecayShape | None = setting(None, "wsd: linear (default), sqrt, cosine, exponential or power", "sqrt")

@@ -105,6 +105,10 @@ class StopSpec(SpecSection):
     validation_loss: float | None = setting(None, "stop when the validation loss reaches this", 2.5, gt=0, le=1e6)
     patience: int | None = setting(None, "stop after this many evaluations without a new best", 5, ge=1, le=1_000_000)
     time: Seconds | None = setting(None, "stop after this much training time", "2h", gt=0)
+    forecast: float | None = setting(
+        None, "stop at an evaluation whose forecast of the final loss lies above this, with its 95 % interval", 2.5,
+        gt=0, le=1e6,
+    )  # fmt: skip
 
 
 class BudgetSpec(SpecSection):
@@ -120,9 +124,13 @@ class BudgetSpec(SpecSection):
 
 
 class ObserveSpec(SpecSection):
-    """Progress output."""
+    """Progress output and measurements."""
 
     line_every: Seconds = setting(5.0, "interval between lines when the output is not a terminal", "5s")
+    noise_every: StepCount | None = setting(
+        None, "steps between two measurements of the gradient noise scale, for `bessemer plan ramp`: one process with "
+        "several micro-batches in a step; costs a norm of the gradients", 10,
+    )  # fmt: skip
 
 
 class EvaluateSpec(SpecSection):

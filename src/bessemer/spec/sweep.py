@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from bessemer.spec.quantity import SpecSection, StepCount, setting
 
+LAUNCHERS = ("local", "slurm", "ssh")  # whose runs are written to this machine's folder
 TRIALS, RUNGS, REDUCTION = 20, 3, 3  # defaults
 
 
@@ -50,6 +53,12 @@ class SweepSpec(SpecSection):
     )
     goal: Literal["minimize", "maximize"] = setting("minimize", "minimize or maximize", "maximize")
     seed: int = setting(0, "seed of the draws; that of the runs is the spec's", 1, ge=0, lt=2**31)
+    parallel: int = setting(
+        1, "trials at a time: each round of so many is drawn from the results of the rounds before", 4, ge=1, le=1000
+    )
+    launch: str | None = setting(
+        None, "options of `bessemer launch` with which each trial is submitted", "--on slurm --gpus 8 --time 4h"
+    )
     rungs: int | None = setting(
         None, "asha: lengths of trials, each `reduction` times the one before (3)", 4, ge=2, le=10
     )
@@ -79,6 +88,12 @@ class SweepSpec(SpecSection):
 
 def sweep_problems(sweep: SweepSpec) -> Iterator[tuple[tuple[str, ...], str]]:
     """Keys of the section that conflict with each other, each with the fix."""
+    if sweep.launch is not None:
+        words = re.split(r"[\s=]+", sweep.launch)
+        target = next((after for word, after in pairwise(words) if word == "--on"), "")
+        if target not in LAUNCHERS:
+            shared = "trials are compared by their folders on this machine"
+            yield ("launch",), f"--on {target or 'is missing'}: {shared}: write --on {', '.join(LAUNCHERS)}"
     for key, parameter in sweep.parameters.items():
         path = ("parameters", key)
         if key.split(".")[0] in ("name", "runs", "sweep"):

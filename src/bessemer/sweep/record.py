@@ -2,7 +2,7 @@
 
 runs/NAME/
   sweep.yaml             the spec with its sweep section
-  trials.jsonl           one line when the values of a trial are drawn, one with its result
+  trials.jsonl           one line when the values of a round of trials are drawn, one with each result
   specs/trial-001.yaml   the spec of a trial, and its output beside it
   trial-000/             an ordinary run
   best.yaml              the spec with the best values
@@ -56,17 +56,19 @@ class Trials:
     def read(cls, folder: Path) -> Trials:
         trials: dict[tuple[int, int], SweepTrial] = {}
         for record in read_records(folder / TRIALS):
-            if "values" in record:
-                trial = SweepTrial(record["trial"], record["values"], record["rung"])
-                trials[trial.number, trial.rung] = trial
+            if "values" in record or "round" in record:
+                for begun in record.get("round", [record]):
+                    trial = SweepTrial(begun["trial"], begun["values"], begun["rung"])
+                    trials[trial.number, trial.rung] = trial
             else:
                 trial = trials[record["trial"], record["rung"]]
                 trial.state, trial.value, trial.reason = record["state"], record["value"], record["reason"]
         return cls(folder, list(trials.values()))
 
-    def begin(self, trial: SweepTrial) -> None:
-        self._append({"trial": trial.number, "rung": trial.rung, "values": trial.values})
-        self.trials.append(trial)
+    def begin(self, new: list[SweepTrial]) -> None:
+        """A round of trials, which are in the list already: one line, so that no kill divides it."""
+        records = [{"trial": trial.number, "rung": trial.rung, "values": trial.values} for trial in new]
+        self._append(records[0] if len(records) == 1 else {"round": records})
 
     def end(self, trial: SweepTrial, state: str, value: float | None, reason: str) -> None:
         trial.state, trial.value, trial.reason = state, value, reason
@@ -82,9 +84,9 @@ class Trials:
             journal.close()
 
     @property
-    def begun(self) -> SweepTrial | None:
-        """The trial that has no result yet."""
-        return next((trial for trial in self.trials if trial.state == "begun"), None)
+    def begun(self) -> list[SweepTrial]:
+        """The trials that have no result yet."""
+        return [trial for trial in self.trials if trial.state == "begun"]
 
     def at_rung(self, rung: int) -> list[SweepTrial]:
         return [trial for trial in self.trials if trial.rung == rung]

@@ -1,4 +1,4 @@
-"""Runs the trials of a sweep one after the other, each as `bessemer train` in a process of its own.
+"""Runs the trials of a sweep in rounds, each trial as `bessemer train` or `bessemer launch` in a process of its own.
 
 With asha the rungs are short runs with whole schedules, not prefixes of long ones: the ranks of learning rates change
 while the rate decays.
@@ -7,12 +7,15 @@ while the rate decays.
 from __future__ import annotations
 
 import math
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +100,11 @@ def run_sweep(sweep: Sweep, say: Say, run_trial: RunTrial | None = None) -> tupl
         trials = Trials.read(folder)
         if trials.trials:
             say(f"sweep  continuing {folder} after {len(trials.trials)} trials")
-        while (trial := trials.begun or _next_trial(sweep, trials)) is not None:
-            if code := _finish(sweep, trials, trial, say, run_trial or train_in_a_process):
-                return trials, code
+        with signals_to_children() as children:
+            start = run_trial or partial(run_in_a_process, sweep.sweep.launch, children)
+            while chosen := trials.begun or _next_round(sweep, trials):
+                if code := _run_round(sweep, trials, chosen, say, start):
+                    return trials, code
         ranked = trials.ranked(sweep.sweep.better)
         if ranked:
             write_best(sweep, ranked[0])
@@ -139,19 +144,27 @@ def _prepare_folder(sweep: Sweep) -> None:
 
 
 def _without_trials(spec: RunSpec) -> dict[str, Any]:
-    """What must not change between two calls: all but the number of trials."""
-    return spec.model_dump(mode="json", exclude={"sweep": {"trials"}})
+    """What must not change between two calls: all but the number of trials and where they run."""
+    return spec.model_dump(mode="json", exclude={"sweep": {"trials", "launch"}})
+
+
+def _next_round(sweep: Sweep, trials: Trials) -> list[SweepTrial]:
+    """Draw the next trials, as many as run at a time, and write them down; empty if there is none."""
+    new: list[SweepTrial] = []
+    while len(new) < sweep.sweep.parallel and (trial := _next_trial(sweep, trials)):
+        trials.trials.append(trial)
+        new.append(trial)
+    if new:
+        trials.begin(new)
+    return new
 
 
 def _next_trial(sweep: Sweep, trials: Trials) -> SweepTrial | None:
-    """Draw the next trial and write it down; None if there is none."""
     trial = _promoted(sweep.sweep, trials) if sweep.sweep.strategy == "asha" else None
     first = trials.at_rung(0)
     if trial is None and len(first) < count_trials(sweep.sweep):
         results = [earlier.result for earlier in first if earlier.state in (FINISHED, DIVERGED)]
         trial = SweepTrial(len(first), draw(sweep.sweep, len(first), results))
-    if trial is not None:
-        trials.begin(trial)
     return trial
 
 
@@ -168,27 +181,52 @@ def _promoted(sweep: SweepSpec, trials: Trials) -> SweepTrial | None:
     return None
 
 
-def _finish(sweep: Sweep, trials: Trials, trial: SweepTrial, say: Say, run_trial: RunTrial) -> int:
-    """Run a trial to its end and write its result down. An exit code other than 0 ends the sweep here."""
-    folder, began_s = trials.folder, time.monotonic()
-    head = f"trial {trial.number + 1}/{count_trials(sweep.sweep)}" + (f" rung {trial.rung}" if trial.rung else "")
-    say(f"{head}  {describe(trial.values)}")
+def _run_round(sweep: Sweep, trials: Trials, chosen: list[SweepTrial], say: Say, start: RunTrial) -> int:
+    """Run trials beside each other and write their results down as they end. The exit code of one that was interrupted
+    ends the sweep here, as soon as the others have ended."""
+    began_s, codes = time.monotonic(), [0]
+    ready = [(trial, path) for trial in chosen if (path := _write_spec(sweep, trials, trial, say))]
+    if len(ready) == 1:
+        codes.append(
+            _end(sweep, trials, ready[0][0], start(ready[0][1], ready[0][1].with_suffix(".log")), began_s, say)
+        )
+    elif ready:
+        with ThreadPoolExecutor(len(ready)) as threads:
+            running: dict[Future[int], SweepTrial] = {
+                threads.submit(start, path, path.with_suffix(".log")): trial for trial, path in ready
+            }
+            for ended in as_completed(running):
+                codes.append(_end(sweep, trials, running[ended], ended.result(), began_s, say))
+    return max(codes)
+
+
+def _head(sweep: Sweep, trial: SweepTrial) -> str:
+    return f"trial {trial.number + 1}/{count_trials(sweep.sweep)}" + (f" rung {trial.rung}" if trial.rung else "")
+
+
+def _write_spec(sweep: Sweep, trials: Trials, trial: SweepTrial, say: Say) -> Path | None:
+    """The spec of a trial; None if its values do not go together, which is its result."""
+    say(f"{_head(sweep, trial)}  {describe(trial.values)}")
     try:
         spec = sweep.load(trial.values, sweep.steps(trial.rung))
     except SpecError as error:
         trials.end(trial, FAILED, None, error.problems[0])
-        say(f"{head}  refused: {error.problems[0]}")
-        return 0
-    spec = spec.model_copy(update={"runs": str(folder), "name": trial.name})
-    path = folder / "specs" / f"{trial.name}.yaml"
+        say(f"{_head(sweep, trial)}  refused: {error.problems[0]}")
+        return None
+    spec = spec.model_copy(update={"runs": str(trials.folder), "name": trial.name})
+    path = trials.folder / "specs" / f"{trial.name}.yaml"
     write_atomic(path, dump_spec(spec), parents=True)
-    output = path.with_suffix(".log")
-    run, code = Run(folder / trial.name), run_trial(path, output)
+    return path
+
+
+def _end(sweep: Sweep, trials: Trials, trial: SweepTrial, code: int, began_s: float, say: Say) -> int:
+    """Write the result of a trial down. An exit code other than 0 ends the sweep here."""
+    run, head = Run(trials.folder / trial.name), _head(sweep, trial)
     state = run.state if run.events_path.exists() else "new"
     if code and state == "interrupted":
         say(f"{head}  interrupted; the same command continues the sweep")
         return code if code > 0 else 128 - code
-    reason = _last_line(output)
+    reason = _last_line(trials.folder / "specs" / f"{trial.name}.log")
     if code == MISTAKE and not any(other.state == FINISHED for other in trials.trials):
         raise UserError(f"{trial.name}: {reason}")
     value = read_metric(run, sweep.sweep.metric) if state == FINISHED else math.nan
@@ -210,10 +248,13 @@ def describe(values: Values) -> str:
     return "  ".join(f"{key}={v:.4g}" if isinstance(v, float) else f"{key}={v}" for key, v in values.items())
 
 
-def train_in_a_process(spec: Path, output: Path) -> int:
-    """The exit code of `bessemer train`, which ends with this process."""
+def run_in_a_process(launch: str | None, children: list[subprocess.Popen[bytes]], spec: Path, output: Path) -> int:
+    """The exit code of `bessemer train`, which ends with this process; or of `bessemer launch`, which waits for its job
+    and goes on waiting for a job that it has submitted before."""
     command = [sys.executable, "-m", "bessemer", "train", str(spec), "--plain"]
-    with output.open("ab") as file, signals_to_children() as children:
+    if launch is not None:
+        command = [sys.executable, "-m", "bessemer", "launch", "submit", str(spec), *shlex.split(launch), "--wait"]
+    with output.open("ab") as file:
         child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=child_environment())
         children.append(child)
         return child.wait()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 from torch import Tensor
 
 from bessemer.checkpoint.base import FrozenBase
@@ -28,7 +29,7 @@ from bessemer.spec.schema import RunSpec
 from bessemer.train.compile import compute_in
 from bessemer.train.device import synchronize
 from bessemer.train.lowp import LossScale
-from bessemer.train.objective import LossTerms, ModelInputs, Objective
+from bessemer.train.objective import LossTerms, ModelInputs, Objective, Pretrain
 
 if TYPE_CHECKING:
     from bessemer.parallel.pipeline import Pipeline
@@ -64,6 +65,11 @@ class PassHooks:
     def before_micro_batch(self) -> None: ...
 
     def after_micro_batch(self, done: int, total: int) -> None: ...
+
+
+def hash_row(seed: int, step: int, position: int) -> int:
+    """A seed for the draws of a row of a step."""
+    return xxhash.xxh3_64_intdigest(f"{seed} {step} {position}".encode()) >> 1
 
 
 def plain_backward(loss: Tensor, last: bool) -> None:
@@ -273,6 +279,21 @@ class Engine:
             second = self.compute_gradients(inputs, count, scale=scale)
             second_norm = self.reduce(second)
         return torch.where(torch.isfinite(second.loss), second_norm, torch.full_like(second_norm, float("nan")))
+
+    def follow_curvature(self, batches: Sequence[Batch], predicted: float | None, step: int, reject: Tensor) -> None:
+        """Sophia: renew the curvature by the gradients of labels drawn from the model's own logits, unless the step is
+        rejected or they are not finite. The step's own gradients stay. Costs two forward passes and a backward one."""
+        assert isinstance(self.objective, Pretrain)
+        scale = self.loss_scale.scale if self.loss_scale else None
+        with self.optimizer.other_gradients(copy=self.world.layout.dp_replicate > 1):  # which reuses its buckets
+            inputs, sampled = self.inputs(batches), deque[ModelInputs]()
+            count = self.token_count(inputs, predicted)
+            for feed, batch in zip(inputs, batches, strict=True):
+                seeds = [hash_row(self.spec.seed, step, int(position)) for position in batch.positions]
+                with compute_in(self.plan.precision, self.device):
+                    sampled.append(self.objective.sample_targets(self.model, feed, seeds))
+            norm = self.reduce(self.compute_gradients(sampled, count, scale=scale))
+            self.optimizer.follow_curvature(count, torch.maximum(reject, (~norm.isfinite()).float()), scale)
 
     def update(self, lr: float, reject: Tensor, divisor: Tensor) -> None:
         """Update weights, expert biases and averages, unless `reject` is 1; no host sync where the optimizer allows."""

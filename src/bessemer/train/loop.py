@@ -17,6 +17,8 @@ from typing import Any
 from bessemer.data.stream.batches import Prefetch
 from bessemer.data.stream.user_dataset import IterableStream
 from bessemer.guard.alignment import ALIGNMENT_ALARMS
+from bessemer.plan.forecast import forecast
+from bessemer.plan.run_forecast import accepted
 from bessemer.run.control import ControlRequest
 from bessemer.run.journal import last_record
 from bessemer.train.alignment import end_alignment_run, keep_healthy_checkpoint
@@ -233,6 +235,7 @@ class TrainLoop:
             if outcome := self.check_held_out():
                 return outcome
         reason = stop_reason(job, self.validation if evaluating else None)
+        reason = reason or (forecast_reason(job) if evaluating and done < self.total else None)
         new_best = evaluating and job.spec.checkpoint.keep_best and job.recorder.progress.evaluations_since_best == 0
         leaving = due.leave or bool(reason) or bool(due.signal)
         if not (leaving or new_best or due.save):
@@ -416,6 +419,19 @@ def stop_reason(job: Job, validation: dict[str, Any] | None) -> str | None:
     if stop.patience is not None and progress.evaluations_since_best >= stop.patience:
         return f"budget.stop.patience: {stop.patience} evaluations without a new best ({progress.best_validation:.4f})"
     return None
+
+
+def forecast_reason(job: Job) -> str | None:
+    """The same by the forecast of the final loss, from all recorded steps."""
+    limit, schedule, total = job.spec.budget.stop.forecast, job.engine.schedule, job.plan.total_steps
+    if limit is None:
+        return None
+    reason = None
+    if job.world.main:
+        result = forecast(accepted(job.recorder.run.metrics()), schedule.lr, total, schedule.warmup)
+        if result is not None and result.low > limit:
+            reason = f"budget.stop.forecast: the final loss is forecast at {result.text()}, above {limit:g}"
+    return job.world.agree(reason)
 
 
 def known_changes(job: Job) -> dict[int, str]:

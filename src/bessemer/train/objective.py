@@ -331,6 +331,23 @@ class Pretrain(Objective):
         accuracy = ((correct_R * (weights_R > 0)).sum(), weights_R.sum())
         return self.finish(model, feed, loss, nll_R.view_as(feed.targets_BT), count, {"accuracy": accuracy})
 
+    @torch.no_grad()
+    def sample_targets(self, model: Decoder, feed: ModelInputs, row_seeds: Sequence[int]) -> ModelInputs:
+        """The inputs with targets drawn from the model's own logits. A row's draws depend on its seed alone, not on
+        the micro-batch or the rank that holds it. Costs a forward pass and one row's logits at a time."""
+        if feed.seed is not None and model.training:
+            torch.manual_seed(feed.seed)
+        hidden_BTW = model(feed.tokens_BT, feed.attention_mask, **feed.more)
+        options = loss_options(model.shape, self.settings)
+        draw, drawn = torch.Generator(hidden_BTW.device), list[Tensor]()
+        for hidden_1TW, seed in zip(hidden_BTW.split(1), row_seeds, strict=True):
+            logits_TV = self.logits(model, hidden_1TW)[0] * options.logit_scale
+            if options.logit_cap is not None:
+                logits_TV = options.logit_cap * torch.tanh(logits_TV / options.logit_cap)
+            shares_TV = torch.softmax(logits_TV, -1).nan_to_num(0.0).clamp(min=torch.finfo(logits_TV.dtype).tiny)
+            drawn.append(torch.multinomial(shares_TV, 1, generator=draw.manual_seed(seed))[:, 0])
+        return replace(feed, targets_BT=torch.stack(drawn).to(feed.targets_BT.dtype))
+
     def summarise(self, sums: ValidationSums) -> dict[str, Any]:
         """Bits per byte of text, the share of correctly predicted tokens, and the perplexity."""
         correct, _ = sums.metrics["accuracy"]

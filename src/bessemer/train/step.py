@@ -16,6 +16,7 @@ from bessemer.data.stream.batches import Batch
 from bessemer.guard.alarm import Alarm
 from bessemer.guard.judge import ACCEPT, REASONS
 from bessemer.guard.layer_stats import LayerSample
+from bessemer.plan.batch_ramp import split_noise
 from bessemer.train.compile import compute_in
 from bessemer.train.device import ScalarTransfer
 from bessemer.train.engine import PassHooks, PassResult
@@ -46,6 +47,16 @@ class StepResult:
     clip: float = 0.0
     scalars: ScalarTransfer | None = None
     layer_sample: LayerSample | None = None
+    small_batch: SmallBatch | None = None
+
+
+@dataclass(frozen=True)
+class SmallBatch:
+    """The first micro-batch of a step, from whose gradient the noise scale is estimated."""
+
+    tokens: float
+    step_tokens: float
+    norm: torch.Tensor  # of its share of the step's gradient, times the loss scale
 
 
 class StepHooks(PassHooks):
@@ -53,6 +64,7 @@ class StepHooks(PassHooks):
 
     def __init__(self, job: Job, step: int, tokens: int) -> None:
         self.job, self.step, self.tokens = job, step, tokens
+        self.first_norm: torch.Tensor | None = None
 
     def span(self, name: str) -> AbstractContextManager[None]:
         return self.job.span(name)
@@ -62,6 +74,15 @@ class StepHooks(PassHooks):
 
     def after_micro_batch(self, done: int, total: int) -> None:
         self.job.recorder.view.micro_batch(self.step, done, total, self.tokens)
+        if done == 1 and total > 1 and measures_noise(self.job, self.step):
+            self.job.engine.optimizer.drop_held_gradients()
+            self.first_norm = self.job.engine.optimizer.grad_norm()
+
+
+def measures_noise(job: Job, step: int) -> bool:
+    """Whether a step measures the noise scale: only one process has whole gradients of a micro-batch."""
+    every, optimizer = job.spec.observe.noise_every, job.engine.optimizer
+    return bool(every and step % every == 0 and job.world.mesh is None and optimizer.rejects_before_update)
 
 
 def compute_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> StepResult:
@@ -79,10 +100,14 @@ def compute_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> St
         view.activity("compiling, with the first micro-batch")
     scale = engine.loss_scale.scale if engine.loss_scale else None
     engine.optimizer.at_step(step)
-    losses = engine.compute_gradients(inputs, count, scale=scale, hooks=StepHooks(job, step, tokens))
+    hooks, small_tokens = StepHooks(job, step, tokens), inputs[0].count
+    losses = engine.compute_gradients(inputs, count, scale=scale, hooks=hooks)
     if job.faults:
         job.faults.after_backward(job, step)
-    return StepResult(step, tokens, losses, batches, wait_s, read)
+    result = StepResult(step, tokens, losses, batches, wait_s, read)
+    if hooks.first_norm is not None and 0 < small_tokens < count:
+        result.small_batch = SmallBatch(small_tokens, count, hooks.first_norm)
+    return result
 
 
 def attempt_step(job: Job, step: int, batches: list[Batch], wait_s: float) -> StepResult | str:
@@ -134,6 +159,8 @@ def judge_and_update(job: Job, result: StepResult, sample_layers: bool) -> None:
         second = engine.sharpen(result.batches, job.data.stream.step_count(step), raw)
         norm = second if loss_scale is None else second / loss_scale.scale
         reject = torch.maximum(reject, (~norm.isfinite()).float())
+    if engine.optimizer.curvature_due(step):
+        engine.follow_curvature(result.batches, job.data.stream.step_count(step), step, reject)
     # Before the scale is updated in place.
     scale = None if loss_scale is None else loss_scale.scale
     divisor, share = engine.optimizer.clip(norm, result.clip, scale, reject, step)
@@ -142,6 +169,8 @@ def judge_and_update(job: Job, result: StepResult, sample_layers: bool) -> None:
         scalars["clipped_share"] = share
     if loss_scale is not None:
         scalars["loss_scale"] = loss_scale.scale
+    if small := result.small_batch:
+        scalars["small_norm"] = small.norm if scale is None else small.norm / scale
     result.scalars = ScalarTransfer(scalars)  # before the scale is updated in place
     if loss_scale is not None:
         reject = torch.maximum(reject, loss_scale.update(norm))
@@ -169,6 +198,7 @@ class StepNumbers:
     clipped: bool
     clipped_share: float | None  # of tensors or values, with other clipping than by the global norm
     vetoed: bool  # before its update
+    small_norm: float | None = None  # of the first micro-batch's share of the gradient
 
     @property
     def statistics(self) -> dict[str, float]:
@@ -193,7 +223,7 @@ def read_step(job: Job, result: StepResult) -> StepNumbers:
     return StepNumbers(
         loss, norm, metrics, loss_scale, verdict, code, overflow,
         clipped=before and math.isfinite(norm) and (norm > result.clip if share is None else share > 0),
-        clipped_share=share, vetoed=before and code != ACCEPT,
+        clipped_share=share, vetoed=before and code != ACCEPT, small_norm=scalars.get("small_norm"),
     )  # fmt: skip
 
 
@@ -231,6 +261,10 @@ def step_record(job: Job, result: StepResult, numbers: StepNumbers) -> dict[str,
     }  # fmt: skip
     if numbers.clipped_share is not None:
         record["clipped_share"] = round(numbers.clipped_share, 5)
+    if (small := result.small_batch) and numbers.small_norm is not None and math.isfinite(numbers.grad_norm):
+        small_square = (numbers.small_norm * small.step_tokens / small.tokens) ** 2
+        signal, noise = split_noise(small.tokens, small_square, small.step_tokens, numbers.grad_norm**2)
+        record |= {"gradient_square": signal, "noise": noise, "step_tokens": small.step_tokens}
     if job.rollouts:
         record |= job.rollouts.numbers(result.step)
     if numbers.loss_scale is not None:

@@ -68,10 +68,19 @@ def replay_to(
         if sam := job.engine.sam:
             with sam.perturbed(norm):
                 norm = torch.tensor(run_step(job.engine, job.data.stream, step).grad_norm, device=job.engine.device)
+        if job.engine.optimizer.curvature_due(step):
+            renew_curvature(job, step, accept)
         limit = to_number(record.get("clip")) or job.spec.optimizer.clip
         divisor, _ = job.engine.optimizer.clip(norm, limit, None, accept, step)
         job.engine.update(rate, accept, divisor)
     return path
+
+
+def renew_curvature(job: Job, step: int, accept: torch.Tensor) -> None:
+    """Sophia's, from the rows that this rank read."""
+    stream, world = job.data.stream, job.engine.world
+    batches = stream.micro_batches(step, job.plan.micro_rows, world.dp_rank, world.layout.dp)
+    job.engine.follow_curvature(batches, stream.step_count(step), step, accept)
 
 
 @dataclass(frozen=True)
