@@ -122,7 +122,7 @@ print(READINGS[int(sys.argv[1][-1])])
     result = CliRunner().invoke(app, ["doctor", "--nodes", "gpu0,gpu1,gpu2,lost"])
     assert result.exit_code == 1
     assert "lost: not examined: ssh: connect to host lost port 22: No route to host" in result.stdout
-    assert "torch differs: most nodes have 2.13" in result.stdout and "gpu2: 2.12" in result.stdout
+    assert "torch differs: 2 of 3 nodes: 2.13" in result.stdout and "gpu2: 2.12" in result.stdout
 
 
 def test_without_slurm_the_hosts_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

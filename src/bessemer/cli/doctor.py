@@ -80,7 +80,8 @@ def _doctor_nodes(nodes: str, folder: str, port: int, srun_options: str, as_json
         for check in report.problems:
             _print_check(check)
     for each in differences:
-        print(f"{each.severity:8}  {each.name} differs: most nodes have {each.usual}")
+        nodes_read = each.usual_nodes + len(each.others)
+        print(f"{each.severity:8}  {each.name} differs: {each.usual_nodes} of {nodes_read} nodes: {each.usual}")
         for node, value in each.others.items():
             print(f"          {node}: {value}")
         print(f"          fix: {each.fix}")

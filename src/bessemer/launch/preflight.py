@@ -53,10 +53,11 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class NodeDifference:
-    """A reading that is not the same on all nodes: what most have, and what the others have."""
+    """A reading that is not the same on all nodes: the most frequent value with its nodes, and that of the others."""
 
     name: str
     usual: str
+    usual_nodes: int
     others: dict[str, str]
     severity: str
     fix: str
@@ -107,7 +108,9 @@ def _by_srun(nodes: int, doctor: Sequence[str], options: str) -> list[NodeReport
     if shutil.which("srun") is None:
         raise UserError(f"--nodes {nodes}: srun is not installed here; name the hosts for SSH: --nodes gpu1,gpu2")
     # As in a job's script: no binding, so that the doctor sees what a run on the complete node would.
+    # The doctor exits with 1 for a critical reading, which must not end the tasks of other nodes.
     command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--label", "--cpu-bind=none"]
+    command += ["--kill-on-bad-exit=0", "--wait=0"]
     try:
         done = subprocess.run(
             [*command, *shlex.split(options), *doctor], capture_output=True, text=True, errors="replace",
@@ -154,14 +157,14 @@ def compare_nodes(reports: Sequence[NodeReport]) -> list[NodeDifference]:
     differences = []
     for name in names:
         values = {node: readings[node].get(name, "nothing") for node in readings}
-        usual = Counter(values.values()).most_common(1)[0][0]
+        usual, count = Counter(values.values()).most_common(1)[0]
         others = {node: _apart(value, usual) for node, value in values.items() if value != usual}
         if others:
             shown = _apart(usual, next(value for value in values.values() if value != usual))
             severity = "critical" if name in CRITICAL else "warning"
             group = "GPU" if name.startswith("GPU") else "torch" if name in CRITICAL else name
             fix = FIXES.get(group, "make the nodes alike, or leave the odd ones out")
-            differences.append(NodeDifference(name, shown, others, severity, fix))
+            differences.append(NodeDifference(name, shown, count, others, severity, fix))
     return [*differences, *_slow_nodes(read)]
 
 
@@ -198,5 +201,6 @@ def _slow_nodes(reports: Sequence[NodeReport]) -> list[NodeDifference]:
         slow = {node: f"{verb} {speed:.0f} MB/s" for node, speed in of_node.items() if speed < SLOWER * median}
         if slow:
             fix = "check the mount and the network of these nodes: every save waits for the slowest"
-            differences.append(NodeDifference(name, f"{verb} {median:.0f} MB/s", slow, "warning", fix))
+            usual = f"{verb} {median:.0f} MB/s"
+            differences.append(NodeDifference(name, usual, len(of_node) - len(slow), slow, "warning", fix))
     return differences
