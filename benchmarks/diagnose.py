@@ -4,7 +4,14 @@
 
 The rules were tuned on the seeds of `--tuned`. Those of `--held-out` draw other strengths, steps, rates and shapes, and
 are reported apart. Every run is trained here, written in one of eight formats, read back and judged. `--keep FOLDER`
-keeps the records, so that a second call judges them without training.
+keeps the records, so that a second call goes on where one was stopped. `--part 1/2` only trains its share of the runs
+into that folder: one call for each core, then one without `--part` that judges all:
+
+    for i in 1 2; do python benchmarks/diagnose.py SEEDS --keep runs/diagnose --part $i/2 & done; wait
+    python benchmarks/diagnose.py SEEDS --keep runs/diagnose --write FILE.json
+
+with SEEDS `--tuned 0:3 --held-out 300:303 --healthy 300:450 --frameworks 1:2`: 87 + 87 faulty and 150
+healthy runs here, 26 and 2 by frameworks.
 """
 
 from __future__ import annotations
@@ -15,13 +22,16 @@ import math
 import os
 import platform
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import date
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +44,7 @@ from diagnose_runs import FAULTS, NEEDS, TinyRun, make_run
 from bessemer.diagnose.rules import judge_run
 from bessemer.observe.foreign import read
 from bessemer.run.finding import Finding
+from bessemer.storage import write_atomic
 
 
 def load_or_train(kind: str | None, seed: int, folder: Path) -> TinyRun:
@@ -41,7 +52,7 @@ def load_or_train(kind: str | None, seed: int, folder: Path) -> TinyRun:
     if path.exists():
         return TinyRun(**json.loads(path.read_text()))
     run = make_run(kind, seed)
-    path.write_text(json.dumps(asdict(run)))
+    write_atomic(path, json.dumps(asdict(run)))
     return run
 
 
@@ -121,21 +132,37 @@ def score_healthy(seeds: range, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def framework_run(name: str, kind: str | None, seed: int, folder: Path) -> tuple[Path, tuple[str, ...]]:
+    """A framework's own file of a run, which is trained unless an earlier call has ended it; and the right causes."""
+    from diagnose_frameworks import FILES, FRAMEWORKS, plan_of
+
+    path = folder / f"{name}-{(kind or 'healthy').replace(' ', '_').replace('/', 'over')}-{seed}"
+    ended = path / "ended"
+    if ended.exists():
+        return path / FILES[name], plan_of(kind, seed)[1]
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    file, right = FRAMEWORKS[name](kind, seed, path)
+    ended.touch()
+    return file, right
+
+
+def installed_frameworks() -> list[str]:
+    from diagnose_frameworks import FRAMEWORKS
+
+    return [name for name in FRAMEWORKS if find_spec(name) is not None]
+
+
 def score_frameworks(seeds: range, folder: Path) -> dict[str, Any]:
     """Runs of Trainer and Lightning, where they are installed: all kinds, and a healthy run."""
     from diagnose_frameworks import FRAMEWORKS, KINDS
 
-    result: dict[str, Any] = {}
-    for name, run in FRAMEWORKS.items():
-        if find_spec(name) is None:
-            result[name] = "not installed"
-            continue
+    result: dict[str, Any] = dict.fromkeys(FRAMEWORKS, "not installed")
+    for name in installed_frameworks():
         right_runs, misses, alarms, healthy = 0, [], [], 0
         for seed in seeds:
             for kind in (None, *KINDS):
-                path = folder / f"{name}-{(kind or 'healthy').replace(' ', '_').replace('/', 'over')}-{seed}"
-                path.mkdir(parents=True, exist_ok=True)
-                file, right = run(kind, seed, path)
+                file, right = framework_run(name, kind, seed, folder)
                 (foreign,) = read(file)
                 findings = judge_run(foreign)
                 causes = ranked_causes(findings)
@@ -157,6 +184,34 @@ def score_frameworks(seeds: range, folder: Path) -> dict[str, Any]:
     return result
 
 
+def train_part(arguments: argparse.Namespace, folder: Path) -> int:
+    """Trains every N-th run of all that a call with these seeds judges; the number of runs."""
+    from diagnose_frameworks import KINDS
+
+    jobs: list[Callable[[], object]] = []
+    for seeds, kinds in (
+        (arguments.tuned, tuple(FAULTS)), (arguments.held_out, tuple(FAULTS)), (arguments.healthy, (None,)),
+    ):  # fmt: skip
+        jobs += [partial(load_or_train, kind, seed, folder) for seed in seeds for kind in kinds]
+    for name in installed_frameworks():
+        kinds = (None, *KINDS)
+        jobs += [partial(framework_run, name, kind, seed, folder) for seed in arguments.frameworks for kind in kinds]
+    index, count = arguments.part
+    share = jobs[index - 1 :: count]
+    for number, job in enumerate(share, 1):
+        job()
+        if number % 10 == 0:
+            print(f"{number} of {len(share)} runs", file=sys.stderr, flush=True)
+    return len(share)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not 1 <= int(index) <= int(count):
+        raise argparse.ArgumentTypeError(f"{text}: write 1/2 for the first of two parts")
+    return int(index), int(count)
+
+
 def seeds_of(text: str) -> range:
     first, last = text.split(":")
     return range(int(first), int(last))
@@ -169,8 +224,11 @@ def main() -> None:
     parser.add_argument("--healthy", type=seeds_of, default=range(50))
     parser.add_argument("--frameworks", type=seeds_of, default=range(0))
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--part", type=part_of, help="only train this share of the runs, such as 1/2")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
+    if arguments.part and not arguments.keep:
+        parser.error("--part needs --keep FOLDER, where the parts leave their runs")
     import torch
 
     torch.set_num_threads(1)
@@ -178,6 +236,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
+        if arguments.part:
+            print(f"{train_part(arguments, folder)} runs of part {arguments.part[0]} are in {folder}")
+            return
         result = {
             "command": "python benchmarks/diagnose.py " + " ".join(sys.argv[1:]), "date": date.today().isoformat(),
             "commit": subprocess.run(commit, capture_output=True, text=True, check=False).stdout.strip(),

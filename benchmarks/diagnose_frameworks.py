@@ -155,3 +155,4 @@ def run_lightning(kind: str | None, seed: int, folder: Path) -> tuple[Path, tupl
 
 
 FRAMEWORKS = {"transformers": run_trainer, "lightning": run_lightning}
+FILES = {"transformers": "trainer_state.json", "lightning": "metrics.csv"}

@@ -175,7 +175,7 @@ async def connected(kind: str, project: Path, *options: str) -> AsyncIterator[Cl
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["stdio", "http"])
 def test_a_run_end_to_end(project: Path, kind: str) -> None:
-    """Plan, launch, watch, report; with permission to run, but not outside the folder."""
+    """Plan, launch, watch, diagnose, report; with permission to run, but not outside the folder."""
 
     async def use() -> None:
         async with connected(kind, project, "--allow", "run") as client:
@@ -203,6 +203,9 @@ def test_a_run_end_to_end(project: Path, kind: str) -> None:
             assert len(losses) == 30 and losses[-1] < losses[0] and metrics["summary"]["loss"]["nonfinite"] == 0
             saved = (await client.call_tool("checkpoints_list", {"run": "runs/tiny"})).structured_content["result"]
             assert saved and saved[-1]["step"] == 30
+            diagnosed = await client.call_tool("diagnose", {"paths": ["runs/tiny"], "wait_s": 120})
+            findings = diagnosed.structured_content["findings"]
+            assert diagnosed.structured_content["read"] and not [f for f in findings if f["severity"] == "critical"]
             report = await client.call_tool("report", {"run": "runs/tiny", "wait_s": 120})
             assert not report.is_error and "tiny" in text_of(report)
             resource = (await client.read_resource("bessemer://runs/tiny")).contents[0]

@@ -74,6 +74,10 @@ def test_wrong_arguments_are_refused(arguments: dict, message: str) -> None:
         ("export", {"source": "runs/a", "to": "hf"}, Level.WRITE),
         ("export", {"source": "runs/a", "to": "hf", "overwrite": True}, Level.RUN),
         ("checkpoints prune", {"run": "runs/a", "dry_run": False}, Level.RUN),
+        ("review", {"paths": ["train.py"], "patch": True}, Level.READ),
+        ("review", {"paths": ["train.py"], "fix": True}, Level.RUN),
+        ("doctor", {"folder": "runs"}, Level.READ),
+        ("doctor", {"folder": "runs", "nodes": "gpu1,gpu2"}, Level.RUN),
     ],
 )
 def test_what_a_call_needs(verb: str, arguments: dict, level: Level) -> None:

@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bessemer.bench.doctor import GPU_FIELDS, check_network, check_variables, file_system, judge_gpus, output_of
+from bessemer.bench.doctor import (
+    GPU_FIELDS,
+    check_network,
+    check_store,
+    check_variables,
+    file_system,
+    judge_gpus,
+    judge_peers,
+    judge_remapped_rows,
+    judge_topology,
+    output_of,
+)
 from bessemer.cli.main import app
 
 HEALTHY = {
@@ -71,3 +82,40 @@ def test_a_port_in_use_and_slow_variables(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_missing_program_is_no_error() -> None:
     assert output_of("no-such-program-here") is None
+
+
+def test_remapped_rows() -> None:
+    checks = list(judge_remapped_rows("00:1, No, No\n00:2, Yes, No\n00:3, No, Yes\n00:4, [N/A], [N/A]\n"))
+    assert [(check.name, check.severity) for check in checks] == [("GPU 1", "warning"), ("GPU 2", "critical")]
+
+
+TOPOLOGY = """\
+        GPU0    GPU1    GPU2    NIC0    CPU Affinity    NUMA Affinity
+GPU0     X      NV18    {}     PXB     0-55            0
+GPU1    NV18     X      {}     PXB     0-55            0
+GPU2    {}     {}      X      SYS     56-111          1
+NIC0    PXB     PXB     SYS      X
+"""
+
+
+@pytest.mark.parametrize(("link", "severity"), [("NV18", ""), ("SYS", "note")])
+def test_topology(link: str, severity: str) -> None:
+    (check,) = judge_topology(TOPOLOGY.format(*[link] * 4))
+    assert check.severity == severity and bool(check.fix) == bool(severity)
+    assert check.value == ("3 pairs by NV18" if link == "NV18" else "2 pairs by SYS, 1 pairs by NV18")
+
+
+def test_peers() -> None:
+    assert judge_peers([], 28).severity == ""
+    assert "4 of 28 pairs" in judge_peers([(0, 4)] * 4, 28).value and judge_peers([(0, 4)], 28).fix
+
+
+def test_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bessemer.bench.doctor.STORED_BYTES", 1 << 20)
+    (check,) = check_store(f"file://{tmp_path}/store")
+    assert check.severity in ("", "warning") and "writes" in check.value and "reads" in check.value
+    assert list((tmp_path / "store").iterdir()) == [] == list(check_store(""))
+    for url, word in ((f"file://{tmp_path}/file/below", "NotADirectory"), ("nosuchscheme://x", "nosuchscheme")):
+        (tmp_path / "file").write_text("")
+        (check,) = check_store(url)
+        assert check.severity == "critical" and word in check.value and check.fix

@@ -2,8 +2,8 @@
 
 Other conversations are tests of their folders: a poisoned shard (session/test_seed_story.py), setting up DPO
 (session/test_seed_preferences.py), a model that DPO made sycophantic (align/test_sycophantic_dpo.py), continued
-pre-training in three phases (session/test_continue.py), AdamW with SAM and an oscillating loss
-(session/test_seed_optimisation.py).
+pre-training in three phases (session/test_continue.py), AdamW with SAM (session/test_seed_optimisation.py), a loss that
+oscillates after 10,000 steps and the log of a slow node of eight A100s (cli/test_diagnose.py).
 """
 
 import json

@@ -13,7 +13,8 @@ from tests.guard.detect.conftest import falling, make, norms, replay
 
 from bessemer.cli import main
 from bessemer.run.directory import Run
-from bessemer.session.session import run_folder, train
+from bessemer.session.session import run_folder
+from bessemer.spec.load import dump_spec
 from bessemer.spec.schema import RunSpec
 
 Make = Callable[..., RunSpec]
@@ -33,14 +34,16 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("adaptive", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_an_optimizer_that_combines_adamw_with_sam(make_spec: Make, adaptive: bool) -> None:
-    """Two keys. It trains, and a run that is continued goes on bit for bit."""
+def test_an_optimizer_that_combines_adamw_with_sam(make_spec: Make, adaptive: bool, tmp_path: Path, call: Any) -> None:
+    """Two keys. `bessemer train` trains with them, and a run that is continued goes on bit for bit."""
     sam = {"name": "adamw", "sam": 0.5 if adaptive else 0.05, "sam_adaptive": adaptive}
     schedule = {"length": 16, "warmup": 2}
     unbroken = make_spec("unbroken", optimizer=sam, schedule=schedule, budget={"steps": 16})
     half = make_spec("half", optimizer=sam, schedule=schedule, budget={"steps": 8})
     for spec in (half, half.model_copy(update={"budget": unbroken.budget}), unbroken):
-        assert train(spec).kind == "finished"
+        (tmp_path / "spec.yaml").write_text(dump_spec(spec))
+        code, _, err = call("train", str(tmp_path / "spec.yaml"), "--plain")
+        assert code == 0, err
     once, continued = ([r["loss"] for r in Run(run_folder(s)).metrics()] for s in (unbroken, half))
     assert continued == once and len(once) == 16 and once[-1] < once[0] - 0.5
 

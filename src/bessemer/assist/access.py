@@ -49,7 +49,8 @@ TOOLS = {
 }  # fmt: skip
 # Arguments that raise the level of a call.
 _WRITES = frozenset({"write", "out", "html", "picture", "emit", "add_digests"})
-_REPLACES = frozenset({"overwrite", "restart", "move", "trust"})
+_REPLACES = frozenset({"overwrite", "restart", "move", "trust", "fix"})
+_OTHER_MACHINES = frozenset({"nodes", "srun_options"})  # of doctor
 _FREE_TEXT = frozenset({"prompt", "system", "stop", "image", "install"})  # no paths
 _SEPARATORS = re.compile(r"[=,;:{}\[\]\s\"']+")
 _SECRET_NAME = re.compile(r"(^|_)(KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
@@ -82,7 +83,8 @@ def needed_level(verb: str, arguments: Mapping[str, Any]) -> Level:
         level = Level.READ
     if active & _WRITES and "dry_run" not in active:
         level = max(level, Level.WRITE)
-    return max(level, Level.RUN) if active & _REPLACES else level
+    remote = verb == "doctor" and active & _OTHER_MACHINES
+    return max(level, Level.RUN) if remote or active & _REPLACES else level
 
 
 def refusal(verb: str, level: Level) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -33,6 +35,8 @@ FOLDER_HINTS = {
     "lustre": "stripe large checkpoints over several targets: `lfs setstripe -c 8 FOLDER`",
     "overlay": "a container's own layer is lost with it: mount a volume for runs and checkpoints",
     "tmpfs": "this folder is in memory: it fills the RAM and is lost at a reboot",
+    "fuse": "a bucket or a remote folder behind FUSE: copy the token stores to a local disk, or train by `data.store`",
+    "gpfs": "many small files load its metadata servers: keep data in large shards",
 }
 GPU_FIELDS = (
     "index", "name", "driver_version", "persistence_mode", "ecc.errors.uncorrected.volatile.total",
@@ -46,6 +50,9 @@ THROTTLES = {
     0x40: "hardware thermal slowdown: check the cooling",
     0x80: "power brake: the power supply limits the GPU",
 }
+REMAPPED = "remapped_rows.pending,remapped_rows.failure"
+STORED_BYTES, SLOW_STORE = 32 << 20, 50e6
+HOST_LINKS = ("SYS", "NODE", "PHB")  # of `nvidia-smi topo -m`: through the processor, far from NVLink (NV18)
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "lightning", "peft", "trl", "datasets", "torchvision",
             "torchaudio", "flash-attn", "triton", "torchao", "numpy", "bessemer")  # fmt: skip
 SLOW_VARIABLES = {
@@ -69,13 +76,13 @@ class MachineCheck:
         return asdict(self)
 
 
-def examine_machine(folder: Path, port: int) -> list[MachineCheck]:
-    """All checks; `folder` is where runs will be written, `port` that of torch.distributed."""
+def examine_machine(folder: Path, port: int, store: str = "") -> list[MachineCheck]:
+    """All checks; `folder` is where runs will be written, `port` that of torch.distributed, `store` an fsspec URL."""
     if not folder.is_dir():
         raise UserError(f"{folder}: is no folder; name the one that runs are written to")
     parts: tuple[Callable[[], Iterator[MachineCheck]], ...] = (
-        check_torch, check_packages, check_gpus, check_memory, check_limits, lambda: check_disk(folder), check_cache,
-        check_numa, check_clock, lambda: check_network(port), check_variables,
+        check_torch, check_packages, check_gpus, check_links, check_memory, check_limits, lambda: check_disk(folder),
+        lambda: check_store(store), check_cache, check_numa, check_clock, lambda: check_network(port), check_variables,
     )  # fmt: skip
     return [check for part in parts for check in part()]
 
@@ -182,6 +189,92 @@ def judge_gpus(table: str) -> Iterator[MachineCheck]:
             yield MachineCheck(gpu, value, severity, fix)
 
 
+def check_links() -> Iterator[MachineCheck]:
+    """Remapped memory rows, and how the GPUs of this machine reach each other."""
+    if rows := output_of("nvidia-smi", f"--query-remapped-rows=gpu_bus_id,{REMAPPED}", "--format=csv,noheader"):
+        yield from judge_remapped_rows(rows)
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        return
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    yield judge_peers([pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)], len(pairs))
+    if matrix := output_of("nvidia-smi", "topo", "-m"):
+        yield from judge_topology(matrix)
+
+
+def judge_remapped_rows(table: str) -> Iterator[MachineCheck]:
+    for gpu, line in enumerate(table.strip().splitlines()):
+        _, pending, failure = [*(cell.strip() for cell in line.split(",")), "", ""][:3]
+        if failure in ("Yes", "1"):
+            fix = "drain the node and have the GPU replaced"
+            yield MachineCheck(f"GPU {gpu}", "remapping of a faulty memory row failed", "critical", fix)
+        elif pending in ("Yes", "1"):
+            fix = "reset the GPU before the run: nvidia-smi --gpu-reset"
+            yield MachineCheck(f"GPU {gpu}", "a faulty memory row waits for a reset", "warning", fix)
+
+
+def judge_peers(without: list[tuple[int, int]], pairs: int) -> MachineCheck:
+    if not without:
+        return MachineCheck("P2P", f"all {pairs} pairs of GPUs exchange data directly")
+    value = f"{len(without)} of {pairs} pairs of GPUs exchange data through the host, such as {without[0]}"
+    fix = "switch off ACS and IOMMU in the BIOS; in a virtual machine ask for passthrough of the complete board"
+    return MachineCheck("P2P", value, "warning", fix)
+
+
+def judge_topology(matrix: str) -> Iterator[MachineCheck]:
+    """Judge the table of `nvidia-smi topo -m`."""
+    rows = [line.split() for line in re.sub(r"\x1b\[[\d;]*m", "", matrix).splitlines()]
+    rows = [row for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+    links = Counter(row[1 + b] for a, row in enumerate(rows) for b in range(a + 1, len(rows)))
+    value = ", ".join(f"{count} pairs by {link}" for link, count in links.most_common())
+    slow = sum(links[link] for link in HOST_LINKS)
+    if not links:
+        return
+    if slow and slow < links.total():
+        fix = "keep parallel.tp within the GPUs that NVLink joins; see `nvidia-smi topo -m`"
+        yield MachineCheck("topology", value, "note", fix)
+    elif slow:
+        fix = "no NVLink: prefer data parallelism to parallel.tp, which exchanges data in every layer"
+        yield MachineCheck("topology", value, "note", fix)
+    else:
+        yield MachineCheck("topology", value)
+
+
+def check_store(url: str) -> Iterator[MachineCheck]:
+    """Write, read and delete a file of an object store."""
+    if not url:
+        return
+    from fsspec.core import url_to_fs
+
+    content, name = os.urandom(STORED_BYTES), f"bessemer-doctor-{os.getpid()}.bin"
+    try:
+        files, root = url_to_fs(url)
+        files.makedirs(root, exist_ok=True)
+        began = time.perf_counter()
+        files.pipe_file(f"{root}/{name}", content)
+        written = time.perf_counter()
+        files.invalidate_cache()
+        same = files.cat_file(f"{root}/{name}") == content
+        ended = time.perf_counter()
+        files.rm_file(f"{root}/{name}")
+    except Exception as error:  # each storage library has its own
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        fix = "correct the address or the credentials in the environment; s3:// needs s3fs, gs:// needs gcsfs"
+        yield MachineCheck("object store", f"{url}: {text}", "critical", fix)
+        return
+    if not same:
+        fix = "do not use it for checkpoints: something on the way changes data"
+        yield MachineCheck("object store", f"{url} returned other bytes than were written", "critical", fix)
+        return
+    speeds = STORED_BYTES / (written - began), STORED_BYTES / (ended - written)
+    slow = min(speeds) < SLOW_STORE
+    fix = "use a bucket in the region of the machines, and data.store with a cache on a local disk" if slow else ""
+    value = f"{url}: writes {speeds[0] / 1e6:.0f} MB/s, reads {speeds[1] / 1e6:.0f} MB/s in one stream"
+    yield MachineCheck("object store", value, "warning" if slow else "", fix)
+
+
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -238,9 +331,8 @@ def check_disk(folder: Path) -> Iterator[MachineCheck]:
     folder = folder.resolve()
     mounts = Path("/proc/mounts")
     kind = file_system(folder, mounts.read_text()) if mounts.exists() else "unknown"
-    yield MachineCheck(
-        "file system", f"{folder}: {kind}", "note" if kind in FOLDER_HINTS else "", FOLDER_HINTS.get(kind, "")
-    )
+    hint = FOLDER_HINTS.get(kind.partition(".")[0], "")  # fuse.gcsfuse and others
+    yield MachineCheck("file system", f"{folder}: {kind}", "note" if hint else "", hint)
     free = shutil.disk_usage(folder).free
     low = free < FREE_BYTES
     fix = "free some space: one checkpoint of a 7B model has 84 GB" if low else ""
