@@ -14,7 +14,9 @@ def doctor(
     port: int = typer.Option(29500, "--port", min=1, max=65535, help="The port of torch.distributed."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Check this machine before a run: versions, GPUs, memory, limits, disk, clock, network, each with the fix.
+    """Check this machine before a run, with a fix for each problem.
+
+    Checks versions, GPUs, memory, limits, disk, clock and network.
 
     Writes 64 MiB to the folder to measure the disk. Exit code 1 if something is critical.
 
