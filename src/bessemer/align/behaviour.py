@@ -54,7 +54,7 @@ def _by_pattern(text: str, option: str) -> Detector:
     try:
         pattern = re.compile(text, re.IGNORECASE)
     except re.error as error:
-        raise UserError(f"{option} {REGEX}{text}: is no regular expression ({error}); correct it") from None
+        raise UserError(f"{option} {REGEX}{text}: is not a regular expression ({error}); correct it") from None
     return lambda samples: [pattern.search(sample.completion) is not None for sample in samples]
 
 

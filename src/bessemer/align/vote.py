@@ -127,7 +127,7 @@ def read_votes(path: Path) -> list[Row]:
     votes = []
     for place, row, _ in read_rows(path):
         if missing := [name for name in ("number", "prompt", "vote", "voter", "models", *DECIDED) if name not in row]:
-            raise UserError(f"{place}: has no {missing[0]!r}: it is no vote of `bessemer align vote`")
+            raise UserError(f"{place}: has no {missing[0]!r}: it is not a vote of `bessemer align vote`")
         votes.append(row)
     return votes
 

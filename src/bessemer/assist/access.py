@@ -86,7 +86,7 @@ def needed_level(verb: str, arguments: Mapping[str, Any]) -> Level:
 
 
 def refusal(verb: str, level: Level) -> str:
-    """What an assistant is told about a call that is not allowed."""
+    """The message for a call that is not allowed."""
     option = "run" if level is Level.RUN else "write"
     return (
         f"{verb}: not allowed: this server was started without `--allow {option}`. Ask the user to run the command "

@@ -72,7 +72,7 @@ class MachineCheck:
 def examine_machine(folder: Path, port: int) -> list[MachineCheck]:
     """All checks; `folder` is where runs will be written, `port` that of torch.distributed."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: is no folder; name the one that runs are written to")
+        raise UserError(f"{folder}: is not a folder; name the one that runs are written to")
     parts: tuple[Callable[[], Iterator[MachineCheck]], ...] = (
         check_torch, check_packages, check_gpus, check_memory, check_limits, lambda: check_disk(folder), check_cache,
         check_numa, check_clock, lambda: check_network(port), check_variables,

@@ -71,7 +71,7 @@ def compress(
         raise UserError(f"--limit {limit}: {error}") from None
     is_run = (model / "events.jsonl").exists()
     if out is None and not is_run:
-        raise UserError(f"{model}: is no run: name the folder to write with --out")
+        raise UserError(f"{model}: is not a run: name the folder to write with --out")
     place = out or model / "export" / to
     try:
         with (

@@ -155,6 +155,6 @@ def control(
     elif event:
         print(f"{event['action']}  step {event['step']:,}  {event['reason']}")
     else:
-        print(f"{action} is asked of {watched.name}; it has not answered yet")
+        print(f"{watched.name} has not answered the request yet: {action}")
     if event and not event["done"]:
         raise typer.Exit(1)

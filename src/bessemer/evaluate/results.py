@@ -126,7 +126,7 @@ class Evaluation:
         return next((r for r in self.results if r.task == task and metric in (None, r.metric)), None)
 
     def to_json(self) -> dict[str, Any]:
-        """lm-eval's shape, with `bessemer` for what it has no place for."""
+        """lm-eval's shape; everything that it has no key for is under `bessemer`."""
         shape: dict[str, Any] = {name: dict(self.harness.get(name, {})) for name in _SHAPE}
         for result in self.results:
             row = shape["results"].setdefault(result.task, {"alias": result.task})
@@ -162,7 +162,7 @@ class Evaluation:
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}: give a folder that `bessemer evaluate --out` wrote") from None
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: is no result of `bessemer evaluate`: give a folder that --out wrote") from None
+            raise UserError(f"{path}: is not a result of `bessemer evaluate`: give a folder that --out wrote") from None
 
 
 _SHAPE = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")

@@ -39,7 +39,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
 
 
 def judge_run(run: ForeignRun) -> list[Finding]:
-    """Findings of a run, the most severe and probable first. Empty for a run in which nothing stands out."""
+    """Findings of a run, the most severe and probable first. Empty if the rules find nothing."""
     view = JudgedRun(run)
     findings = [
         *judge_loss(view), *judge_gradients(view), *judge_rates(view), *judge_data(view), *judge_speed(view),
