@@ -46,7 +46,7 @@ class PendingRound:
             self.thread.join(timeout=10.0)  # a generator stops at its next token; an HTTP request may take longer
 
     def wait(self, check: Callable[[], None]) -> float:
-        """Until they are made; `check` may raise. Returns the seconds."""
+        """Waits until the answers are made; `check` may raise. Returns the seconds."""
         began_s = time.perf_counter()
         while self.thread is not None and self.thread.is_alive():
             self.thread.join(POLL_S)

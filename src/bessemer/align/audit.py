@@ -45,7 +45,7 @@ class AuditedPair:
 
     @property
     def is_suspect(self) -> bool:
-        """By its words: the chosen answer agrees or flatters, and clearly more than the rejected one."""
+        """Whether, by its words, the chosen answer agrees or flatters, and clearly more than the rejected one."""
         return self.agreeable[0] > 0 and self.difference > THRESHOLD
 
     @property

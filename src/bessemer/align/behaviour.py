@@ -31,7 +31,7 @@ _REFUSAL_CHARS = 200  # a refusal comes first; a later "I can't" is part of an a
 
 
 def is_refusal(answer: str) -> bool:
-    """By English phrases in the first 200 characters; an empty answer refuses too."""
+    """Whether an answer refuses, by English phrases in its first 200 characters; an empty answer refuses too."""
     start = answer.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")[:_REFUSAL_CHARS]
     return not start.strip() or _REFUSAL.search(start) is not None
 

@@ -77,7 +77,7 @@ class RoundGenerator:
             self.give_up()
 
     def give_up(self) -> None:
-        """From now on a generator is made for each round."""
+        """Discards the generator: from now on one is made for each round."""
         self.keeps, self.kept, self.copied = False, None, []
         torch.cuda.empty_cache()
 

@@ -165,7 +165,7 @@ class Tally:
         ]  # fmt: skip
 
     def agreement(self) -> Agreement | None:
-        """Of the prompts that all voters judged; None with one voter, or without such a prompt."""
+        """Agreement on the prompts that all voters judged; None with one voter, or without such a prompt."""
         by_prompt: dict[int, dict[str, str]] = defaultdict(dict)
         for row in self.votes:
             if row["vote"] != SKIP:

@@ -67,7 +67,7 @@ class Permission:
 
     @classmethod
     def parse(cls, words: list[str]) -> Permission:
-        """From the values of --allow."""
+        """The access that the values of --allow give."""
         if unknown := [word for word in words if word not in ("write", "run", "ask")]:
             raise UserError(f"--allow {unknown[0]}: write write, run or ask")
         level = Level.RUN if "run" in words else Level.WRITE if "write" in words else Level.READ

@@ -106,7 +106,7 @@ class TaskResult:
 
 
 def choice_logps(row: Mapping[str, Any]) -> list[float]:
-    """Of a logged sample of lm-eval or of our own tasks."""
+    """The log-probabilities of the choices in a logged sample of lm-eval or of our own tasks."""
     responses = row.get("filtered_resps", [])
     return [float(each[0]) for each in responses if isinstance(each, list | tuple) and isinstance(each[0], float | int)]
 
@@ -153,7 +153,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, place: Path) -> Evaluation:
-        """From a results.json or its folder."""
+        """Reads a results.json or its folder."""
         path = place / RESULTS if place.is_dir() else place
         try:
             own = json.loads(path.read_text(encoding="utf-8"))["bessemer"]
@@ -173,7 +173,7 @@ def make_name(task: str) -> str:
 
 
 def make_hash(parts: Any) -> str:
-    """Of settings, whatever their order."""
+    """A hash of settings, whatever their order."""
     return xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 

@@ -377,7 +377,7 @@ def to_native(
 
 
 def _tokenizer(folder: HfFolder) -> Tokenizer | None:
-    """For real tokens to compare on; a folder may have none, or one that only transformers reads."""
+    """The tokenizer, for real tokens to compare on; a folder may have none, or one that only transformers reads."""
     try:
         return Tokenizer.load(folder.path)
     except UserError:

@@ -56,7 +56,7 @@ def _without_consequences(findings: list[Finding]) -> list[Finding]:
 
 
 def _without_repeats(findings: list[Finding]) -> list[Finding]:
-    """Of findings with the same cause the most severe and confident one; the steps of the others become evidence."""
+    """The most severe and confident finding of each cause; the steps of the others become its evidence."""
     best: dict[str, Finding] = {}
     for finding in sorted(findings, key=lambda f: (-SEVERITIES.index(f.severity), -f.confidence)):
         if finding.rule in best:
