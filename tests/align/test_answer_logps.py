@@ -161,7 +161,7 @@ def test_truthfulqa_scores_are_their_formulas(loaded: LoadedModel, tmp_path: Pat
     [
         ({"a": 1, "b": 1}, "a label of 0 or 1"),
         ({"choices": ["a", "b", "c"], "labels": [1, 1, 0]}, "has 2 true answers"),
-        (["a"], "is no mapping"),
+        (["a"], "is not a mapping"),
         ({"choices": ["a"], "labels": [1, 0]}, "a label of 0 or 1"),
     ],
 )

@@ -64,7 +64,7 @@ def test_conversations_and_other_columns_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([{"prompt": "a", "completion": "b"}], {}, "is no pair; name the columns"),
+        ([{"prompt": "a", "completion": "b"}], {}, "is not a pair; name the columns"),
         (ROWS, {"truth_field": "answer"}, "--truth answer: no such field"),
         ([], {}, "has no rows"),
     ],

@@ -120,7 +120,7 @@ def test_behaviours_are_detected(tmp_path: Path) -> None:
         assert open_detector(measure)(answers) == flags, measure
     for measure, message in {
         "words:": "has no words",
-        "regex:(": "no regular expression",
+        "regex:(": "not a regular expression",
         "polite": "--measure",
     }.items():
         with pytest.raises(UserError, match=message):

@@ -51,6 +51,23 @@ def test_help_names_every_verb(call: Call) -> None:
         assert f"\n  {verb.split()[0]} " in said.out
 
 
+def test_every_verb_is_in_one_section_of_the_help() -> None:
+    listed = [name for names in main.SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted({verb.split()[0] for verb in VERBS})
+
+
+@pytest.mark.parametrize("group", sorted({"align probe", "evaluate judge", *(v.split()[0] for v in VERBS if " " in v)}))
+def test_help_of_a_group_has_an_example(group: str) -> None:
+    text = CliRunner().invoke(main.app, [*group.split(), "--help"]).output
+    assert f"Example: bessemer {group.split()[0]}" in text or "\nExamples:\n" in text
+
+
+def test_help_names_values_as_the_documentation_does() -> None:
+    text = CliRunner().invoke(main.app, ["train", "--help"]).output
+    assert "\n  SPEC " in text and "--set TEXT" in text and "--profile-steps N" in text
+    assert not re.search(r"--\S+ <", text)
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_a_verb_has_an_example_that_is_parsed(verb: str) -> None:
     result = CliRunner().invoke(main.app, [*verb.split(), "--help"])
@@ -353,7 +370,7 @@ def test_more_processes_than_a_cpu_can_run_are_refused(call: Call, monkeypatch: 
 def test_help_cuts_no_sentence(call: Call) -> None:
     for group in ("", "data", "checkpoints", "inspect", "launch", "plan", "spec", "bench", "model"):
         text = call(*group.split(), "--help").out
-        commands = text[text.index("\nCommands:") :]
+        commands = text[text.index("\nCommands:" if group else "\nStart:") :]
         assert re.search(r"[\w,]\.\.\.", commands) is None, commands
     assert "newest first." in " ".join(call("--help").out.split())
 

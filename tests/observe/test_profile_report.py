@@ -86,7 +86,7 @@ def test_a_good_step_is_left_alone() -> None:
         (of(norm_and_guard=50), {}, ["norm and guard takes 10%"]),
         (of(matmul=500), {"precision": "fp32"}, ["products in fp32 take 100%", "16.2x", "precision: bf16"]),
         (of(matmul=500), {"ceilings": SLOW}, ["matmul reaches 19%", "in 100% of the step", "larger widths"]),
-        (of(matmul=500), {"ceilings": SLOW, "shape": replace(SHAPE, ffn=8190)}, ["ffn 8190 is no multiple of 64"]),
+        (of(matmul=500), {"ceilings": SLOW, "shape": replace(SHAPE, ffn=8190)}, ["ffn 8190 is not a multiple of 64"]),
         (of(matmul=500), {"ceilings": SLOW, "spec": TWICE}, ["memory.activations repeats products"]),
         (of(attention=100), {}, ["attention takes 20%", "half as many of 128"]),
         (of(loss_head=150), {}, ["the loss head takes 30%", "128,256 tokens", "tokenizer.vocab"]),

@@ -1,1 +1,1 @@
-"""Training on preferences."""
+"""Training on preferences and rewards, and tools that make and audit alignment data."""

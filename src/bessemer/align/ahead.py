@@ -1,8 +1,8 @@
-"""Samples the answers of the next round while the present one trains (`rl.ahead: 1`): one round off-policy, which
+"""Samples the answers of the next round while the current one trains (`rl.ahead: 1`): one round off-policy, which
 truncated importance sampling corrects.
 
 On a CPU, and with a remote generator, this happens in a thread, from a copy of the weights; on a GPU and with tensor
-parallelism it happens before the round trains, which saves no time. The samples do not depend on which. They are on
+parallelism it happens before the round trains, which saves no time. Both give the same samples. They are on
 disk before a checkpoint is written, so a resumed run trains on the same ones.
 """
 
@@ -46,7 +46,7 @@ class PendingRound:
             self.thread.join(timeout=10.0)  # a generator stops at its next token; an HTTP request may take longer
 
     def wait(self, check: Callable[[], None]) -> float:
-        """Until they are made; `check` may raise. Returns the seconds."""
+        """Waits until the answers are made; `check` may raise. Returns the seconds."""
         began_s = time.perf_counter()
         while self.thread is not None and self.thread.is_alive():
             self.thread.join(POLL_S)

@@ -68,7 +68,7 @@ def answer_length(loaded: LoadedModel, messages: Conversation, answer: str) -> i
 def _encode(
     loaded: LoadedModel, messages: Conversation, answer: str, check: bool = True
 ) -> tuple[list[int], list[int]]:
-    """All ids, and the places of those that belong to the answer."""
+    """All ids, and the positions of the answer's ids."""
     assert loaded.template is not None, "load it with load_chat_model"
     turns = [*messages, {"role": "assistant", "content": answer}]
     ids, mask = render(turns, loaded.tokenizer, loaded.template, "last")

@@ -45,7 +45,7 @@ class AuditedPair:
 
     @property
     def is_suspect(self) -> bool:
-        """By its words: the chosen answer agrees or flatters, and clearly more than the rejected one."""
+        """Whether, by its words, the chosen answer agrees or flatters, and clearly more than the rejected one."""
         return self.agreeable[0] > 0 and self.difference > THRESHOLD
 
     @property
@@ -130,7 +130,7 @@ def audit_pairs(
 
 def _make_pair(place: str, row: Row, answers: Sequence[Conversation], truth_field: str | None) -> AuditedPair:
     if len(answers) != 2:
-        raise UserError(f"{place}: is no pair; name the columns, such as --column chosen=good --column rejected=bad")
+        raise UserError(f"{place}: is not a pair; name the columns, such as --column chosen=good --column rejected=bad")
     if truth_field and truth_field not in row:
         raise UserError(f"{place}: --truth {truth_field}: no such field; it has {', '.join(list(row)[:8])}")
     sides = list(zip(*answers, strict=False))[: min(map(len, answers)) - 1]

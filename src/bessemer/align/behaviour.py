@@ -31,7 +31,7 @@ _REFUSAL_CHARS = 200  # a refusal comes first; a later "I can't" is part of an a
 
 
 def is_refusal(answer: str) -> bool:
-    """By English phrases in the first 200 characters; an empty answer refuses too."""
+    """Whether an answer refuses, by English phrases in its first 200 characters; an empty answer refuses too."""
     start = answer.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")[:_REFUSAL_CHARS]
     return not start.strip() or _REFUSAL.search(start) is not None
 
@@ -54,7 +54,7 @@ def _by_pattern(text: str, option: str) -> Detector:
     try:
         pattern = re.compile(text, re.IGNORECASE)
     except re.error as error:
-        raise UserError(f"{option} {REGEX}{text}: is no regular expression ({error}); correct it") from None
+        raise UserError(f"{option} {REGEX}{text}: is not a regular expression ({error}); correct it") from None
     return lambda samples: [pattern.search(sample.completion) is not None for sample in samples]
 
 

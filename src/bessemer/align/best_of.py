@@ -126,5 +126,5 @@ def _usable(candidates: Sequence[ScoredAnswer]) -> list[ScoredAnswer]:
 
 
 def _answer(prompt: Prompt, candidate: ScoredAnswer) -> str | list[Message]:
-    """In the form of the prompt: a text, or messages."""
+    """The answer in the form of the prompt: a text, or messages."""
     return candidate.text if isinstance(prompt, str) else [{"role": "assistant", "content": candidate.text}]

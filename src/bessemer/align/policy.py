@@ -36,7 +36,7 @@ from bessemer.train.objective import ElementLosses, Metric, ModelInputs, Objecti
 from bessemer.train.objectives import ObjectiveBatch
 
 # The number that is judged is the mean of -log p of the sampled tokens: the loss is near zero and of either sign. A
-# rise of 2 nats is what a broken model gives; gradient norms below ten times the clipping limit are alike, since they
+# broken model raises it by 2 nats. Gradient norms below ten times the clipping limit are not compared, since they
 # depend on how many groups have unequal rewards.
 BROKEN_NATS, LEAST_NORM = 2.0, 10.0
 

@@ -184,7 +184,7 @@ class PromptData:
     reader: TextReader
 
     def rows(self, prompts: list[Prompt], context: int, max_tokens: int, answers: int = 1) -> PromptRows:
-        """The prompts with their ids. UserError for one that leaves no room for so many answers in a row."""
+        """The prompts with their ids. UserError for a prompt that leaves no room for `answers` answers in a row."""
         ids = [encode_prompt(self.reader, prompt) for prompt in prompts]
         for prompt, tokens in zip(prompts, ids, strict=True):
             if answers * (tokens.size + max_tokens) > context:

@@ -1,8 +1,9 @@
 """The generator of a run that samples its own answers.
 
 On a CPU, and where ranks divide a matrix, a generator is made for each round and reads the run's weights in place. On a
-GPU one is kept: compiled passes and captured graphs know addresses, so it has its own copy of the weights in the
-compute dtype, which each round overwrites in place. It is given up where it does not fit beside a training step.
+GPU one generator is kept: compiled passes and captured graphs hold addresses, so it has its own copy of the weights in
+the compute dtype, which each round overwrites in place. It is discarded if it does not fit in memory next to a training
+step.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class RoundGenerator:
         own = own_copy(local, torch.bfloat16 if precision in HALF else None)
         self.copied = list(own.parameters())
         self.kept = Generator(own, self.slots, self.context, compiled=self.compiled)
-        self.kept.reserve()  # a cache that grows makes graphs anew
+        self.kept.reserve()  # graphs are captured again when a cache grows
 
     def _copy(self, local: Decoder) -> None:
         with torch.no_grad():
@@ -76,7 +77,7 @@ class RoundGenerator:
             self.give_up()
 
     def give_up(self) -> None:
-        """From now on a generator is made for each round."""
+        """Discards the generator: from now on one is made for each round."""
         self.keeps, self.kept, self.copied = False, None, []
         torch.cuda.empty_cache()
 

@@ -35,7 +35,7 @@ class RewardModel:
 
     @classmethod
     def load(cls, path: str | Path, which: str = "last", device: str = "auto") -> RewardModel:
-        """From a run (its checkpoint `which`: last, best or a name), one checkpoint's folder, or a model's folder."""
+        """Loads a run (its checkpoint `which`: last, best or a name), one checkpoint's folder, or a model's folder."""
         files = find_model(path, which)
         shape = files.shape
         if not shape.labels or not shape.causal:

@@ -365,7 +365,7 @@ class RolloutMaker:
         return earlier.numbers.get("next_beta", beta) if earlier is not None else beta
 
     def _step_numbers(self, made: Round, stream: RolloutStream, step: int) -> dict[str, float]:
-        """Of the answers of a step; those of the round are in its first step's record."""
+        """Numbers of a step's answers; those of the round are in its first step's record."""
         share = len(made.samples) // made.group // self.rl.minibatches * made.group
         at = (step - made.first) % self.rl.minibatches * share
         numbers = sample_numbers(made.samples[at : at + share], made.group)

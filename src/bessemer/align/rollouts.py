@@ -213,6 +213,6 @@ def sample_numbers(samples: Sequence[Rollout], group: int) -> dict[str, float]:
 
 
 def _mean(values: npt.NDArray[Any]) -> float:
-    """Without NaN; NaN if there is nothing else."""
+    """The mean without NaN; NaN if there is nothing else."""
     known = values[~np.isnan(values)]
     return float(known.mean(dtype=np.float64)) if known.size else float("nan")

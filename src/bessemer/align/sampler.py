@@ -72,7 +72,7 @@ class LocalAnswers:
 
 
 class Sampler:
-    """Asks the model, decodes and rewards. A `remote` generator is told the weights before it is asked."""
+    """Samples answers, decodes and rewards them. A `remote` generator receives the weights before it samples."""
 
     def __init__(
         self, reader: TextReader, rl: RlSpec, rewards: Sequence[Reward], context: int, seed: int,
@@ -124,7 +124,7 @@ class Sampler:
         return local
 
     def exchange(self, local: LocalAnswers, world: World, questions: int, samples: int) -> Answers:
-        """The answers of all ranks to so many prompts; a collective call."""
+        """The answers of all ranks to `questions` prompts; a collective call."""
         if local.failure is not None and world.size == 1:
             raise local.failure
         error = "" if local.failure is None else str(local.failure)

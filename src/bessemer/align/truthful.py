@@ -79,7 +79,7 @@ def _choices(place: str, targets: Any) -> Choices:
     elif isinstance(targets, Mapping):
         choices, labels = list(targets), list(targets.values())
     else:
-        raise UserError(f"{place}: is no mapping; write {{choices: [...], labels: [1, 0, ...]}}")
+        raise UserError(f"{place}: is not a mapping; write {{choices: [...], labels: [1, 0, ...]}}")
     if len(choices) != len(labels) or not {0, 1} >= set(labels) or len(set(labels)) < 2:
         raise UserError(f"{place}: needs a label of 0 or 1 for each choice, and both of them; correct it")
     return [(str(choice), bool(label)) for choice, label in zip(choices, labels, strict=True)]

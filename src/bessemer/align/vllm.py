@@ -1,7 +1,7 @@
 """Answers of a vLLM server, through its OpenAI-compatible HTTP API: prompts and answers are token ids.
 
-A round's weights are written to the folder that the server was started with, as one safetensors file, and the server is
-told to reload them and to forget its prefix cache: its development endpoints (VLLM_SERVER_DEV_MODE=1). A temperature
+A round's weights are written to the folder that the server was started with, as one safetensors file, and the server's
+development endpoints (VLLM_SERVER_DEV_MODE=1) reload them and reset the prefix cache. A temperature
 other than 1 needs --logprobs-mode processed_logprobs: log-probabilities are those of the sampling distribution.
 """
 

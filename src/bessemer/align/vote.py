@@ -127,7 +127,7 @@ def read_votes(path: Path) -> list[Row]:
     votes = []
     for place, row, _ in read_rows(path):
         if missing := [name for name in ("number", "prompt", "vote", "voter", "models", *DECIDED) if name not in row]:
-            raise UserError(f"{place}: has no {missing[0]!r}: it is no vote of `bessemer align vote`")
+            raise UserError(f"{place}: has no {missing[0]!r}: it is not a vote of `bessemer align vote`")
         votes.append(row)
     return votes
 
@@ -165,7 +165,7 @@ class Tally:
         ]  # fmt: skip
 
     def agreement(self) -> Agreement | None:
-        """Of the prompts that all voters judged; None with one voter, or without such a prompt."""
+        """Agreement on the prompts that all voters judged; None with one voter, or without such a prompt."""
         by_prompt: dict[int, dict[str, str]] = defaultdict(dict)
         for row in self.votes:
             if row["vote"] != SKIP:

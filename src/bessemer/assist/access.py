@@ -68,7 +68,7 @@ class Permission:
 
     @classmethod
     def parse(cls, words: list[str]) -> Permission:
-        """From the values of --allow."""
+        """The access that the values of --allow give."""
         if unknown := [word for word in words if word not in ("write", "run", "ask")]:
             raise UserError(f"--allow {unknown[0]}: write write, run or ask")
         level = Level.RUN if "run" in words else Level.WRITE if "write" in words else Level.READ
@@ -88,7 +88,7 @@ def needed_level(verb: str, arguments: Mapping[str, Any]) -> Level:
 
 
 def refusal(verb: str, level: Level) -> str:
-    """What an assistant is told about a call that is not allowed."""
+    """The message for a call that is not allowed."""
     option = "run" if level is Level.RUN else "write"
     return (
         f"{verb}: not allowed: this server was started without `--allow {option}`. Ask the user to run the command "

@@ -123,7 +123,7 @@ def _with_head(head: Settings, body: str) -> str:
 
 
 def _skill(verbs: Sequence[Verb], pages: DocsPages | None, names: Sequence[str]) -> str:
-    """The text of the skill; without pages it stands alone, as rules do."""
+    """The text of the skill; without pages it refers to no other file, as rules need."""
     template = resources.files("bessemer.assist").joinpath("skill.md").read_text(encoding="utf-8")
     rows = [
         f"- `bessemer {verb.path}`: {verb.summary.partition('. ')[0].rstrip('.')}"

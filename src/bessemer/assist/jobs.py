@@ -1,4 +1,4 @@
-"""Runs verbs in processes of their own: a call that takes long becomes a job that is asked for later.
+"""Runs verbs in separate processes: a slow call becomes a job, whose answer a later call reads.
 
 Jobs end with the server, except training, which continues as it would in a terminal.
 """

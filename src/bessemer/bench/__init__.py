@@ -1,1 +1,1 @@
-"""bench."""
+"""Measurements: a machine's peak rates, scaling, faster settings, a server under load, checks before a run."""

@@ -179,7 +179,7 @@ def _precisions(config: Configuration, allowed: set[str], device: torch.device) 
 
 
 def _layouts(config: Configuration, devices: int) -> Iterator[Layout]:
-    """Over all devices; context, pipeline and expert parallelism stay as the spec has them."""
+    """Layouts over all devices; context, pipeline and expert parallelism stay as the spec has them."""
     present = config.layout
     if devices == 1 or present.cp * present.pp * present.ep > 1:
         return

@@ -79,7 +79,7 @@ class MachineCheck:
 def examine_machine(folder: Path, port: int, store: str = "") -> list[MachineCheck]:
     """All checks; `folder` is where runs will be written, `port` that of torch.distributed, `store` an fsspec URL."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: is no folder; name the one that runs are written to")
+        raise UserError(f"{folder}: is not a folder; name the one that runs are written to")
     parts: tuple[Callable[[], Iterator[MachineCheck]], ...] = (
         check_torch, check_packages, check_gpus, check_links, check_memory, check_limits, lambda: check_disk(folder),
         lambda: check_store(store), check_cache, check_numa, check_clock, lambda: check_network(port), check_variables,

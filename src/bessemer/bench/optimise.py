@@ -331,7 +331,7 @@ def _mean(first: Timing, second: Timing) -> Timing:
 
 
 def _spread(noise: float, first: Timing, second: Timing) -> float:
-    """Of the ratio of two rates: at least that of two starts of the same settings."""
+    """The spread of the ratio of two rates: at least that of two starts of the same settings."""
     return max(noise, float((first.error**2 + second.error**2) ** 0.5))
 
 

@@ -2,7 +2,7 @@
 earlier ones have ended, so a server that falls behind shows it. Latencies count from the planned arrival.
 
 TTFT is the time to the first token, TPOT the mean time of a further one, ITL a gap between two events, goodput the
-requests per second that meet every limit of the promise.
+requests per second that meet every limit of `--slo`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""chaos."""
+"""Fault injection into short runs, and the rehearsal of a run before it starts."""

@@ -1,5 +1,5 @@
-"""Plays a shrunken copy of a run through all it will meet: train, save, a kill, resume, evaluation, export
-(`bessemer train --rehearse`). Before that it checks what the small run cannot show of the full one.
+"""Plays a small copy of a run through all its stages: train, save, a kill, resume, evaluation, export
+(`bessemer train --rehearse`). Before that it checks what only the full run would show.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ ONE_DEVICE = {"dp_replicate": "auto", "dp_shard": "auto", "tp": 1, "cp": 1, "pp"
 
 
 def rehearsal_spec(spec: RunSpec, folder: Path, gpus: int, most: int, notes: list[str]) -> RunSpec:
-    """The small run, in `folder`, on at most so many processes. Notes say what is not rehearsed as the run will have
-    it."""
+    """The small run, in `folder`, on at most `most` processes. Notes list what differs from the full run."""
     spec = spec if gpus else _without_gpu(spec, notes)
     context = spec.data.context if isinstance(spec.data.context, int) else CONTEXT
     context = min(CONTEXT, context)

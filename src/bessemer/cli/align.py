@@ -8,7 +8,10 @@ from bessemer.cli import align_data, align_probe, align_reward, align_vote
 from bessemer.cli.console import CommandGroup
 
 app = typer.Typer(
-    cls=CommandGroup, no_args_is_help=True, help="Align a model: score answers, make and audit pairs, probe, compare."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Make, score and audit alignment data, and measure a model's behaviour.\n\n"
+    "Example: bessemer align audit pairs.jsonl --write clean.jsonl --drop",
 )
 app.command("score")(align_reward.score)
 app.command("best")(align_reward.best)

@@ -163,7 +163,7 @@ def audit(
     show: int = typer.Option(20, "--show", min=0, help="Listed pairs to print."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """List preference pairs whose chosen answer agrees or flatters where the rejected one does not; drop or turn them.
+    """List preference pairs whose chosen answer flatters where the rejected one does not; drop or swap them.
 
     Example: bessemer align audit pairs.jsonl --write clean.jsonl --drop --corrections corrections.jsonl
     """

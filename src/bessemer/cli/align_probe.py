@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from bessemer.statistics import PairedChange
     from bessemer.train.trained import LoadedModel
 
-app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Probe a model, alone or before and after training.")
+app = typer.Typer(
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Measure sycophancy or truthfulness of a model, alone or before and after training.\n\n"
+    "Example: bessemer align probe sycophancy runs/dpo --before runs/sft",
+)
 CHAT_MODEL = typer.Argument(help="A run, a checkpoint, an import or export, a Hugging Face or LoRA folder.")
 BEFORE = typer.Option(None, "--before", help="An earlier model to compare with, such as the one before DPO.")
 

@@ -13,7 +13,11 @@ from bessemer.errors import UserError
 if TYPE_CHECKING:
     from bessemer.assist.verbs import Verb
 
-app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Set up coding assistants to work with Bessemer.")
+app = typer.Typer(
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Set up coding assistants to work with Bessemer.\n\nExample: bessemer assist install --for claude",
+)
 
 
 @app.callback()
@@ -30,10 +34,10 @@ def all_verbs() -> list[Verb]:
 
 
 def mcp(
-    root: Path = typer.Option(Path("."), "--root", help="The folder to work in; other files cannot be named."),
+    root: Path = typer.Option(Path("."), "--root", help="The folder to work in; paths outside it are refused."),
     allow: list[str] = typer.Option(
         [], "--allow",
-        help="write: new files. run: also train, submit, control and delete. ask: a person is asked each time. "
+        help="write: new files. run: also train, submit, control and delete. ask: a person confirms each call. "
         "Repeatable (default: reading only).",
     ),
     http: bool = typer.Option(False, "--http", help="Serve HTTP with a token instead of standard input and output."),
@@ -42,7 +46,7 @@ def mcp(
     port: int = typer.Option(8801, "--port", min=0, max=65535, help="With --http; 0 takes a free one."),
     token: str = typer.Option("", envvar="BESSEMER_MCP_TOKEN", hidden=True),
 ) -> None:  # fmt: skip
-    """Serve the verbs as tools to coding assistants by the Model Context Protocol.
+    """Serve the verbs as tools to coding assistants (Model Context Protocol).
 
     With --http, clients send the token in BESSEMER_MCP_TOKEN; without it a new one is printed.
 

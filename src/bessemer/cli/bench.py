@@ -23,7 +23,7 @@ def bench(
     folder: Path = typer.Option(Path("runs"), "--folder", help="The folder whose disk is measured."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Measure this machine's peak rates: matrix products by precision, attention, memory, disk, GPU links.
+    """Measure this machine's peak rates: matmul, attention, memory, disk, GPU links.
 
     Run nothing else meanwhile. Plans and profiles then use these numbers.
 
@@ -72,8 +72,9 @@ def scaling(
     out: Path | None = typer.Option(None, "--out", help="A file for the numbers, or a folder for a dated one."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Train a few steps in 1, 2, 4, ... processes and every layout; report throughput, efficiency, communication
-    and the best layout.
+    """Measure throughput of 1 to N processes in every layout, and suggest the best.
+
+    Trains a few steps in each, and reports efficiency and the share of communication.
 
     Example: bessemer bench scaling my-run.yaml --ranks 1,2 --layouts dp_replicate,dp_shard
     """
@@ -112,8 +113,10 @@ def optimise(
     out: Path | None = typer.Option(None, "--out", help="Write the best spec here, with the comments of the original."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Measure which settings train this spec faster here: compile, micro-batch, recomputation, layout, data workers,
-    precision if allowed. Each trial trains some steps of the real run and discards them.
+    """Measure which settings train a spec faster on this machine.
+
+    Tries compilation, micro-batch, recomputation, layout, data workers, and precision if allowed. Each trial trains
+    some steps of the real run and discards them.
 
     Example: bessemer bench optimise my-run.yaml --allow precision --out fast.yaml
     """
@@ -152,7 +155,7 @@ def serve(
     lengths: str = typer.Option(
         "256x128", "--lengths", help="PROMPTxANSWER tokens, or a mix such as 128x64:0.8,2048x256:0.2."
     ),
-    slo: str | None = typer.Option(None, "--slo", help="A promise to check: interactive, streaming, edge or batch."),
+    slo: str | None = typer.Option(None, "--slo", help="Latency limits: interactive, streaming, edge or batch."),
     chat: bool = typer.Option(False, "--chat", help="Send chats instead of completions."),
     ignore_eos: bool = typer.Option(
         False, "--ignore-eos", help="Answers of full length. vLLM and Bessemer know the option; others may refuse it."
@@ -161,9 +164,9 @@ def serve(
     out: Path | None = typer.Option(None, "--out", help="A file for the numbers and each request's times."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Send a load to an OpenAI-compatible server: time to first token, time per token, throughput and goodput.
+    """Measure an OpenAI-compatible server under load: latencies, throughput and goodput.
 
-    The key comes from OPENAI_API_KEY. The exit code is 1 if requests fail or the promise of --slo is not met.
+    The key comes from OPENAI_API_KEY. The exit code is 1 if requests fail or the limits of --slo are not met.
 
     Example: bessemer bench serve http://127.0.0.1:8000/v1 --rate 8 --slo interactive
     """

@@ -24,8 +24,10 @@ def chaos(
     settings: list[str] = SETTINGS,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Inject faults and print for each the step of detection, verdict, action, recovery and cost in steps; then compare
-    the final loss with clean runs.
+    """Inject faults into short runs of a spec and report how each was handled.
+
+    Prints for each fault the step of detection, the verdict, the action, the recovery and its cost in steps; then
+    compares the final loss with that of clean runs.
 
     Example: bessemer chaos recipes/chaos.yaml --faults poison,lr-jump,flip --count 20
     """

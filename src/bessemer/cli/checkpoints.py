@@ -21,7 +21,7 @@ app = typer.Typer(
     cls=group_with_default("list"),
     no_args_is_help=True,
     help="List, verify, compare, tag, prune, restore, average, import and pack checkpoints. "
-    "`bessemer checkpoints RUN` lists those of a run.",
+    "`bessemer checkpoints RUN` lists those of a run.\n\nExample: bessemer checkpoints runs/demo",
 )
 PLACE = typer.Argument(help="A checkpoint's folder, or RUN:NAME with last, best, a tag or a name; RUN means RUN:last.")
 NAME = typer.Argument(help="last, best, a tag or a name such as step-00001000.a1.")
@@ -105,7 +105,7 @@ def list_(run: Path = RUN, as_json: bool = AS_JSON) -> None:
 def verify(
     place: str = typer.Argument(help="A run, or one checkpoint: RUN:NAME or its folder."), as_json: bool = AS_JSON
 ) -> None:
-    """Compare the hash of every file with the manifest, and frozen weights with the base that holds them, once for all
+    """Verify checkpoints: compare every file with its manifest, and frozen weights with their base, once for all
     checkpoints. Names damaged files and changed bases; exit code 1 if there are any.
 
     Example: bessemer checkpoints verify runs/demo
@@ -358,7 +358,7 @@ def pack(
         min=0.0,
         help="With --delta-from: keep only changes beyond this share of a tensor's root mean square, such as 0.001.",
     ),
-    name: str = typer.Option("", "--name", help="Its name there (default: RUN.CHECKPOINT)."),
+    name: str = typer.Option("", "--name", help="Name in the archive (default: RUN.CHECKPOINT)."),
     as_json: bool = AS_JSON,
 ) -> None:
     """Compress a checkpoint into an archive that stores equal tensors once. The result is read back and compared.

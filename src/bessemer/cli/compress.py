@@ -30,7 +30,7 @@ def compress(
     rows: int = typer.Option(128, "--rows", min=8, help="Rows of text: a quarter to measure, the others to calibrate."),
     length: int = typer.Option(1024, "--length", min=16, help="Tokens of a row, at most the model's context."),
     text_field: str = typer.Option("text", "--text-field", help="The field or column that holds the text."),
-    dtype: str = typer.Option("auto", "--dtype", help="Of what stays unquantized: bf16, fp16, fp32 or auto."),
+    dtype: str = typer.Option("auto", "--dtype", help="Type of what is not quantized: bf16, fp16, fp32 or auto."),
     checkpoint: str = CHECKPOINT,
     device: str = DEVICE,
     skip_check: bool = typer.Option(False, "--skip-check", help="Do not open the result with transformers."),
@@ -38,7 +38,9 @@ def compress(
     verbose: bool = typer.Option(False, "--verbose", help="Print the method and the errors of every layer."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Quantize a model's weights and write a folder that vLLM and transformers open (compressed-tensors).
+    """Quantize a model's weights to int4, int8 or fp8, for vLLM and transformers.
+
+    Writes a folder in compressed-tensors format.
 
     Compares the result with the original on the text, and writes nothing if the perplexity rises beyond the limit.
 
@@ -69,7 +71,7 @@ def compress(
         raise UserError(f"--limit {limit}: {error}") from None
     is_run = (model / "events.jsonl").exists()
     if out is None and not is_run:
-        raise UserError(f"{model}: is no run: name the folder to write with --out")
+        raise UserError(f"{model}: is not a run: name the folder to write with --out")
     place = out or model / "export" / to
     try:
         with (

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 from typer.core import TyperGroup
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NO_TERMINAL_COLUMNS = 10_000  # a pipe or a file has no width
+
+VALUES = {Path: "PATH", int: "N", float: "NUMBER"}  # what help calls the values of options
 
 SPEC = typer.Argument(help="The run's YAML file.")
 RUN = typer.Argument(help="The run's folder, such as runs/demo.")
@@ -40,17 +42,39 @@ def first_sentence(help: str) -> str:
     return re.split(r"(?<=[^.]\.) (?=[A-Z`])", paragraph)[0]
 
 
+def name_values(command: Any) -> None:
+    """Give the values of a command the words that the documentation uses: SPEC and RUN for arguments; PATH, N, NUMBER
+    and TEXT for options, instead of the names of Python types."""
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            parameter.metavar = parameter.metavar or parameter.name.upper()
+        elif not (parameter.is_flag or parameter.count):
+            annotation = parameter.type_descriptor.annotation
+            kind = next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
+            parameter.metavar = parameter.metavar or VALUES.get(kind, "TEXT")
+
+
 class CommandGroup(TyperGroup):
     """A group whose help shows the complete first sentence of each command; typer cuts it at the terminal's width."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command:
+            name_values(command)
+        return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         rows = [
             (name, first_sentence(command.help or "")) for name, command in commands if command and not command.hidden
         ]
-        if rows:
-            with formatter.section("Commands"):
-                formatter.write_dl(rows)
+        for title, members in self.sections(rows):
+            with formatter.section(title):
+                formatter.write_dl(members)
+
+    def sections(self, rows: list[tuple[str, str]]) -> list[tuple[str, list[tuple[str, str]]]]:
+        """The titles of the help's sections with names and summaries of their commands."""
+        return [("Commands", rows)] if rows else []
 
 
 def group_with_default(default: str, alone: bool = False) -> type[CommandGroup]:

@@ -20,7 +20,11 @@ from bessemer.cli.console import (
 from bessemer.cli.data_check import check
 from bessemer.errors import UserError
 
-app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Prepare a corpus, report on it, check files.")
+app = typer.Typer(
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Prepare, check, verify and publish training data.\n\nExample: bessemer data prepare my-run.yaml --workers 8",
+)
 _TEXT_FIELD = typer.Option("text", "--text-field", help="The field or column that holds the text.")
 _SEED = typer.Option(0, "--seed", min=0, help="Seed of the training.")
 

@@ -26,7 +26,9 @@ def diagnose(
     ),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Find what is wrong with a run, whoever trained it: findings with evidence, ranked causes, checks and fixes.
+    """Find what is wrong with a run, a log or an error of any framework.
+
+    Each finding has its evidence, causes ranked by confidence, what to check, and the fix.
 
     Reads run folders of Bessemer; metrics of Hugging Face, Lightning, TensorBoard, W&B, MLflow, CSV, JSON lines and
     plain logs; tracebacks, CUDA out of memory, NCCL errors, flight-recorder dumps (JSON), kernel logs, nvidia-smi
@@ -34,6 +36,7 @@ def diagnose(
     all ranks.
 
     Example: bessemer diagnose runs/demo
+
     Example: bessemer diagnose train.log config.yaml
     Example: dmesg | bessemer diagnose -
     """

@@ -19,7 +19,9 @@ def doctor(
     srun_options: str = typer.Option("", "--srun-options", help="For srun, such as '--partition gpu --gpus 8'."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Check this machine before a run: versions, GPUs, memory, limits, disk, clock, network, each with the fix.
+    """Check this machine before a run, with a fix for each problem.
+
+    Checks versions, GPUs, memory, limits, disk, clock and network.
 
     Writes 64 MiB to the folder to measure the disk. Exit code 1 if something is critical. With --nodes, checks
     every node and names what differs between them.

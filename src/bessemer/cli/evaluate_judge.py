@@ -13,14 +13,19 @@ from bessemer.errors import UserError
 if TYPE_CHECKING:
     from bessemer.endpoint import Endpoint
 
-app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Have answers judged by a model behind an endpoint.")
+app = typer.Typer(
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Judge answers with a model behind an OpenAI-compatible endpoint.\n\n"
+    "Example: bessemer evaluate judge pairs pairs.jsonl --url http://127.0.0.1:8000/v1 --model judge",
+)
 FILE = typer.Argument(help="A .jsonl file.")
 URL = typer.Option(..., "--url", help="The endpoint, which ends in /v1, such as that of `bessemer serve`.")
 MODEL = typer.Option(..., "--model", help="The judge's name there.")
 KEY_ENV = typer.Option(None, "--key-env", help="The environment variable that holds the key.")
 RUBRIC = typer.Option(None, "--rubric", help="A text file that says what to prefer (default: helpful and correct).")
 PARALLEL = typer.Option(8, "--parallel", min=1, help="Requests at a time.")
-MAX_TOKENS = typer.Option(512, "--max-tokens", min=1, help="Of a reply.")
+MAX_TOKENS = typer.Option(512, "--max-tokens", min=1, help="Maximum number of tokens of a reply.")
 WRITE = typer.Option(None, "--write", help="Write each row with its verdict to this .jsonl file.")
 
 

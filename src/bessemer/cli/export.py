@@ -37,11 +37,13 @@ def export(
     check: str = typer.Option("auto", "--check", help="With hf: whole, layers (one in memory at a time) or auto."),
     skip_check: bool = typer.Option(False, "--skip-check", help="Do not compare the result with its source."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing model."),
-    region: str | None = typer.Option(None, "--region", help="Of the electricity, for the model card's carbon."),
+    region: str | None = typer.Option(None, "--region", help="Region of the electricity, for the model card."),
     verbose: bool = typer.Option(False, "--verbose", help="Print the difference of every layer."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Convert a model, open the result with the program that it is for, and compare both on real tokens.
+    """Convert a model for transformers, llama.cpp, ONNX Runtime or torch, and compare the result.
+
+    The program that the format is for opens the result, and its outputs are compared on real tokens.
 
     Example: bessemer export runs/demo --to gguf --quantize q8_0
     """

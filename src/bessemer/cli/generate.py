@@ -47,7 +47,7 @@ def generate(
     ),
     device: str = DEVICE,
 ) -> None:
-    """Continue a prompt, answer many, or talk to a model.
+    """Generate text: continue a prompt, answer a file of prompts, or chat.
 
     The prompt begins and the answer ends with the tokens that the model was trained with: those of its tokenizer and
     generation_config.json, and the end of a turn of its chat template.

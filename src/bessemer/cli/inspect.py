@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from bessemer.diagnose.report import InspectionReport
 
 app = typer.Typer(
-    cls=CommandGroup, help="Inspect a model: learning rate, gradients, loss landscape, NaN.", no_args_is_help=True
+    cls=CommandGroup,
+    help="Inspect a model: learning rate, gradients, loss landscape, NaN.\n\n"
+    "Example: bessemer inspect gradients runs/demo",
+    no_args_is_help=True,
 )
 RunFolder = Annotated[Path, typer.Argument(help="The run's folder, such as runs/demo.")]
 Batches = Annotated[int, typer.Option(min=1, help="Number of the run's steps to use.")]
-Checkpoint = Annotated[str, typer.Option(help="last, best or a checkpoint's name.")]
+Checkpoint = Annotated[str, typer.Option(help="last, best, a tag, or a name such as step-00001000.a1.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Html = Annotated[Path | None, typer.Option(help="Also write a page with all figures to this file.")]
@@ -37,13 +40,13 @@ def _print_report(inspect: Callable[[], InspectionReport], as_json: bool, html: 
 @app.command()
 def lr(
     spec: Annotated[Path, typer.Argument(help="The run's YAML file, or a run's folder to start from its weights.")],
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Override a key of the spec.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override a key of the spec. Repeatable.")] = None,
     first: Annotated[float, typer.Option(help="Lowest learning rate.")] = 1e-6,
     last: Annotated[float, typer.Option(help="Highest rate; the test stops earlier if the loss diverges.")] = 10.0,
     steps: Annotated[int, typer.Option(help="Updates from the lowest to the highest rate.")] = 200,
     checkpoint: Checkpoint = "last", device: Device = "auto", as_json: Json = False, html: Html = None,
 ) -> None:  # fmt: skip
-    """Learning-rate range test: raise the rate until the loss diverges, and suggest one. Writes no run.
+    """Raise the learning rate until the loss diverges, and suggest one (range test). Writes no run.
 
     Example: bessemer inspect lr my-run.yaml --html lr.html
     """

@@ -21,7 +21,8 @@ app = typer.Typer(
     cls=group_with_default("submit"),
     no_args_is_help=True,
     help="Submit a run to Slurm, Kubernetes, SkyPilot, Modal, SSH hosts or this machine's queue. "
-    "`bessemer launch SPEC --on slurm` submits; `bessemer launch submit --help` lists the options.",
+    "`bessemer launch SPEC --on slurm` submits; `bessemer launch submit --help` lists the options.\n\n"
+    "Example: bessemer launch my-run.yaml --on slurm --nodes 4 --gpus 8 --dry-run",
 )
 NAME = typer.Argument(help="The run's name or folder.")
 RUNS = typer.Option(Path("runs"), "--runs", help="The folder that holds the runs.")

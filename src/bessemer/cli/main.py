@@ -54,10 +54,29 @@ PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, err
 # Errors of the machine: a full disk or quota, a read-only or failing disk, a limit on file sizes.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
+# The sections of `bessemer --help`.
+SECTIONS = {
+    "Start": ("demo", "new", "spec", "doctor"),
+    "Prepare": ("data", "plan", "model", "bench"),
+    "Train": ("train", "sweep", "launch", "runs", "control", "checkpoints"),
+    "Watch and repair": ("watch", "report", "diagnose", "replay", "inspect", "review", "chaos"),
+    "Align": ("align",),
+    "Evaluate and use": ("generate", "evaluate", "export", "compress", "serve"),
+    "Coding assistants": ("mcp", "assist"),
+}
+
+
+class RootGroup(CommandGroup):
+    def sections(self, rows: list[tuple[str, str]]) -> list[tuple[str, list[tuple[str, str]]]]:
+        summaries = dict(rows)
+        return [(title, [(name, summaries[name]) for name in names]) for title, names in SECTIONS.items()]
+
+
 app = typer.Typer(
     name="bessemer",
-    cls=CommandGroup,
-    help="An LLM training engineer that you install: it prepares data, plans, trains, guards every step and explains.",
+    cls=RootGroup,
+    help="An LLM training engineer that you install: it prepares data, plans, trains, guards every step and explains."
+    "\n\nExample: bessemer train my-run.yaml\n\n`bessemer COMMAND --help` has an example of each command.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -6,7 +6,11 @@ import typer
 
 from bessemer.cli.console import AS_JSON, CommandGroup, print_json
 
-app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Show a model: parameters, FLOPs, memory, a diagram.")
+app = typer.Typer(
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Show a model: parameters, FLOPs, memory, a diagram.\n\nExample: bessemer model show 1B",
+)
 
 
 @app.callback()

@@ -19,7 +19,9 @@ def new(
     folder: Path | None = typer.Argument(None, help="A new folder; its name is the project's."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Write a starter project: data made on the spot, spec, tests and a README; or an endpoint or form for a model.
+    """Write a starter project with data, spec, tests and a README.
+
+    The data is generated on this machine. `endpoint` and `web-form` are projects around a served model.
 
     Example: bessemer new sft-lora my-assistant
     """

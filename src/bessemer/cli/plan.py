@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bessemer.cli.console import CommandGroup
+from bessemer.cli.console import AS_JSON, SETTINGS, CommandGroup
 
 if TYPE_CHECKING:
     from bessemer.plan.request import InterviewAnswers
@@ -37,13 +37,11 @@ app = typer.Typer(
     "its reason and its error. The word `run` may be left out; without arguments, `bessemer plan` asks questions.",
 )
 SPEC = typer.Argument(None, help="A run's YAML file. The plan keeps what it sets and decides the rest.")
-SETTINGS = typer.Option([], "--set", help="Set a key of the spec, such as data.context=8192. Repeatable.")
 MODEL = typer.Option(None, "--model", help="A size or a preset, such as 7B or llama-7b.")
 TOKENS = typer.Option(None, "--tokens", help="Training tokens, such as 100B. Default: compute-optimal for the model.")
-GPUS = typer.Option(None, "--gpus", help="Such as 8xA100-80GB or '2 nodes of 8 H100'. Default with a SPEC: this host.")
+GPUS = typer.Option(None, "--gpus", help="Such as 8xA100-80GB or '2 nodes of 8 H100' (default with a SPEC: this host).")
 NETWORK = typer.Option(None, "--network", help="Bandwidth of a node, such as '8 x NDR' or '400 Gb/s'.")
 WRITE = typer.Option(None, "--write", help="Write the planned spec to this file, each decision with its reason.")
-AS_JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
 @app.command()
@@ -91,8 +89,8 @@ def run(
 @app.command()
 def search(
     spec: Path | None = SPEC,
-    budget: str | None = typer.Option(None, "--budget", help="Such as 50000usd."),
-    deadline: str | None = typer.Option(None, "--deadline", help="Such as 30d. Default: 30 days."),
+    budget: str | None = typer.Option(None, "--budget", help="Highest price of the run, such as 50000usd."),
+    deadline: str | None = typer.Option(None, "--deadline", help="Longest duration, such as 30d. Default: 30 days."),
     model: str | None = typer.Option(None, "--model", help="A size or a preset. Default: what the budget trains best."),
     tokens: str | None = TOKENS,
     gpus: str | None = typer.Option(None, "--gpus", help="Search one GPU type (H100) or one cluster (8xH100) only."),

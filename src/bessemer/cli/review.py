@@ -20,13 +20,14 @@ def review(
     fix: bool = typer.Option(False, "--fix", help="Change the files."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Review training scripts for PyTorch, Accelerate, Lightning, DeepSpeed or the Hugging Face Trainer.
+    """Find faults in training scripts of PyTorch, Accelerate, Lightning, DeepSpeed or the Hugging Face Trainer.
 
     Reads each script without running it and names faulty lines: missing or misplaced calls, wrong losses and labels,
     collectives on one rank, checkpoints that do not load. Of a folder, all *.py are read, without hidden folders and
     installed packages; of a notebook, the code cells. Exit code 1 if a fault above a note is left.
 
     Example: bessemer review train.py --patch | git apply
+
     Example: bessemer review src/ notebooks/train.ipynb
     """
     from bessemer.diagnose.review.review import review_source, review_text

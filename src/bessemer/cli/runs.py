@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=group_with_default("list", alone=True),
     help="List runs with state, step, loss and age, newest first. `bessemer runs metrics RUN` prints metrics. "
-    "`bessemer runs list --help` lists the options of the list.",
+    "`bessemer runs list --help` lists the options of the list.\n\n"
+    "Example: bessemer runs metrics runs/demo --names loss,lr",
 )
 
 
@@ -149,10 +150,12 @@ def replay(
     device: str = DEVICE,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Recompute a past step and explain it: which documents and layers caused its loss, and what the step does with
-    other weights, batches or precision. The run is not changed.
+    """Recompute a past step and explain its loss by documents and layers.
+
+    A trial repeats the step with other weights, batches or precision. The run is not changed.
 
     Example: bessemer replay runs/demo --step 655
+
     Example: bessemer replay runs/demo --step 655 --show
     """
     if documents or show:

@@ -26,7 +26,7 @@ def serve(
     draft: str | None = typer.Option(
         None, "--draft", help="Speculative decoding: ngram, or the folder of a smaller model with the same tokenizer."
     ),
-    compiled: bool = typer.Option(False, "--compile", help="Compile for decoding on a GPU: half a minute once."),
+    compiled: bool = typer.Option(False, "--compile", help="Compile decoding on a GPU: half a minute at the start."),
     template: str | None = typer.Option(
         None, "--template", help="Chat template if the model has none: chatml, llama3, plain, none or a Jinja file."
     ),
@@ -40,7 +40,7 @@ def serve(
     checkpoint: str = CHECKPOINT,
     device: str = DEVICE,
 ) -> None:
-    """Serve a model with OpenAI's HTTP API, and a chat page at /.
+    """Serve a model with OpenAI's HTTP API and a chat page.
 
     Chat and completions for models that write text, /v1/embeddings for encoders, /v1/classify for classifiers. Keys
     come from the environment: BESSEMER_API_KEYS=key1,key2.

@@ -9,7 +9,9 @@ import typer
 from bessemer.cli.console import AS_JSON, SETTINGS, SPEC, CommandGroup, print_json
 
 app = typer.Typer(
-    cls=CommandGroup, help="Check a spec, show it in full, or print its JSON Schema.", no_args_is_help=True
+    cls=CommandGroup,
+    help="Check a spec, show it in full, or print its JSON Schema.\n\nExample: bessemer spec check my-run.yaml",
+    no_args_is_help=True,
 )
 
 

@@ -11,10 +11,10 @@ from bessemer.cli.console import AS_JSON, SETTINGS, SPEC, naming_spec, print_jso
 
 
 def sweep(spec: Path = SPEC, settings: list[str] = SETTINGS, as_json: bool = AS_JSON) -> None:
-    """Run a spec with the values of its `sweep` section, one run after the other, and write the best spec.
+    """Run a spec with many values of its `sweep` section, and write the best spec.
 
-    Each trial is an ordinary run in runs/NAME. The same command again continues a sweep that was interrupted, and
-    prints the table of one that is finished. Exit code 1 if no trial has a value.
+    Trials run one after the other, each an ordinary run in runs/NAME. The same command again continues a sweep that was
+    interrupted, and prints the table of one that is finished. Exit code 1 if no trial has a value.
 
     Example: bessemer sweep my-sweep.yaml --set sweep.trials=30
     """

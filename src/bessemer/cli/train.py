@@ -135,12 +135,14 @@ def train(
     ),
     profile_steps: int = typer.Option(3, help="With --profile: steps to measure, after five of warm-up."),
     rehearse: bool = typer.Option(
-        False, "--rehearse", help="Play a shrunken copy first: train, save, kill, resume, evaluate, export."
+        False, "--rehearse", help="Instead, play a small copy of the run: train, save, kill, resume, evaluate, export."
     ),
     nsight: bool = typer.Option(False, "--nsight", help="Like --profile, for use under nsys or ncu: marks the steps."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Train a run. The same command again continues it.
+    """Train the run of a spec, or resume it.
+
+    The same command resumes exactly where the run stopped. Ctrl-C saves first.
 
     Example: bessemer train my-run.yaml --set budget.tokens=50M
 

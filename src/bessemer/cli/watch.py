@@ -12,7 +12,7 @@ from bessemer.errors import UserError
 app = typer.Typer(
     cls=group_with_default("page", alone=True),
     help="Serve a live page of the runs in a folder. `bessemer watch export RUN` writes one HTML file to send. "
-    "`bessemer watch page --help` lists the options of the page.",
+    "`bessemer watch page --help` lists the options of the page.\n\nExample: bessemer watch runs",
 )
 ANSWER_S = 30.0
 
@@ -22,7 +22,7 @@ def page(
     runs: Path = typer.Argument(Path("runs"), help="The folder that holds the runs, or one run."),
     host: str = typer.Option("127.0.0.1", "--host", help="The address to bind; others than this machine need a token."),
     port: int = typer.Option(8800, "--port", min=0, max=65535, help="0 takes a free one."),
-    token: str = typer.Option("", "--token", help="The token that is asked for (default: made where one is needed)."),
+    token: str = typer.Option("", "--token", help="Token of the page (default: generated if --host needs one)."),
     no_browser: bool = typer.Option(False, "--no-browser", help="Do not open the page."),
     control: bool = typer.Option(False, "--control", help="Let the page save, pause, stop and change live runs."),
     imports: list[Path] = typer.Option(
@@ -32,6 +32,7 @@ def page(
     """Serve the live page, during the runs and after them. The word `page` may be left out.
 
     Example: bessemer watch runs --port 8800
+
     Example: bessemer watch imported --import output/trainer_state.json
     """
     from bessemer.watch.server import WatchOptions, watch
@@ -96,10 +97,12 @@ def report(
     usd_hour: float | None = typer.Option(
         None, "--usd-hour", min=0, help="Price of one device for an hour (default: the price list's lowest)."
     ),
-    region: str | None = typer.Option(None, "--region", help="Where the electricity is from, for its carbon."),
+    region: str | None = typer.Option(None, "--region", help="Region of the electricity, for its carbon."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Write a run's report: one page with curves, plan and actual, incidents, results, cost, how to reproduce it.
+    """Write a report of a run on one page: curves, incidents, results, cost.
+
+    The page also compares the run with its plan and says how to reproduce it.
 
     Example: bessemer report runs/demo --out demo.html
     """
@@ -131,11 +134,14 @@ def control(
     wait: float = typer.Option(ANSWER_S, "--wait", min=0, help="Seconds to wait for the run's answer."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Ask a live run to save, evaluate, stop, pause, resume, change its learning rate, roll back, or profile steps.
+    """Save, evaluate, pause, resume, stop or change a live run.
+
+    `lr` changes the learning rate, `rollback` returns to an earlier state, `profile` profiles the next steps.
 
     The run obeys between two steps, on all ranks in the same step, and records who asked.
 
     Example: bessemer control runs/demo save
+
     Example: bessemer control runs/demo lr 0.5
     """
     from bessemer.run.control import ControlRequest, answer_of, write_request
@@ -149,6 +155,6 @@ def control(
     elif event:
         print(f"{event['action']}  step {event['step']:,}  {event['reason']}")
     else:
-        print(f"{action} is asked of {watched.name}; it has not answered yet")
+        print(f"{watched.name} has not answered the request yet: {action}")
     if event and not event["done"]:
         raise typer.Exit(1)

@@ -1,1 +1,1 @@
-"""Looks inside a model and its gradients, for people: each look takes a Subject and gives a Report."""
+"""Finds what is wrong with a run, a log or a script, and inspects models and their gradients."""

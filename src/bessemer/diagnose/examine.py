@@ -1,7 +1,7 @@
 """Examines files and folders of any kind and gives ranked findings: runs, logs, error texts, dumps, traces, configs.
 
 A log that holds metrics and a traceback gives findings of both. Files that are given together belong to one run: a
-configuration tells the settings of the runs beside it, and dumps of several ranks are compared.
+configuration holds the settings of the runs given with it, and dumps of several ranks are compared.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class JudgedFinding:
 
 @dataclass
 class Diagnosis:
-    """`read` tells what each input was taken for; `notes` what was left out."""
+    """`read` says as what each input was read; `notes` lists what was skipped."""
 
     findings: list[JudgedFinding] = field(default_factory=list)
     runs: list[ForeignRun] = field(default_factory=list)

@@ -30,7 +30,7 @@ _DEPTH = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class GradientFlow:
-    """Of one parameter over the steps. Norms are Euclidean; mean and largest are of single elements."""
+    """One parameter over the steps. Norms are Euclidean; mean and largest are of single elements."""
 
     name: str
     elements: int
@@ -48,7 +48,7 @@ class GradientFlow:
 
 
 def measure_gradient_flow(subject: InspectedModel, steps: list[int]) -> list[GradientFlow]:
-    """In the model's order. Clears the gradients."""
+    """The flow of every parameter, in the model's order. Clears the gradients."""
     named = subject.trainable()
     measured: list[Tensor] = []
     for step in steps:
@@ -133,7 +133,7 @@ def gradient_report(flows: list[GradientFlow], label: str) -> InspectionReport:
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """In tokens, with a confidence interval; `high` is infinite if the gradient does not stand out from the noise."""
+    """The scale in tokens, with a confidence interval; `high` is infinite if the gradient is lost in the noise."""
 
     tokens: float
     low: float
@@ -181,7 +181,7 @@ def student_quantile(confidence: float, freedom: int) -> float:
 def measure_noise_scale(
     subject: InspectedModel, steps: list[int], fewest: int = 4, confidence: float = 0.95
 ) -> NoiseScale:
-    """From the micro-batches of steps. Steps are joined until a large batch has at least `fewest` small ones."""
+    """The scale of these steps, which are joined until a large batch has at least `fewest` micro-batches."""
     named = subject.trainable()
     total = [torch.zeros_like(p, dtype=torch.float32) for _, p in named]
     small: list[tuple[float, Tensor]] = []

@@ -128,7 +128,7 @@ class _Tracer:
         elif made_by is not None:  # read by an enclosing module or by the loss
             around = [owner for owner in self.finite_modules if made_by.startswith(f"{owner}." if owner else "")]
             owner = max(around, key=len, default="the loss")
-            self.decide("backward", owner, f"in the gradient of what it makes of the output of {made_by}", facts)
+            self.decide("backward", owner, f"in the gradient of its computation on the output of {made_by}", facts)
 
     def parameter(self, name: str, weight: Tensor, grad: Tensor) -> None:
         if is_bad(grad):

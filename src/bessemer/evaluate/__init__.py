@@ -1,1 +1,1 @@
-"""What a trained model can do, measured."""
+"""Evaluation of trained models: tasks, intervals, judges, contamination."""

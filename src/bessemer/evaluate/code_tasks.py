@@ -79,7 +79,7 @@ def extract_code(completion: str) -> str:
 
 
 def cut_at_stops(completion: str) -> str:
-    """Up to where the body of a function ends."""
+    """The completion up to the end of the function's body."""
     ends = [end for stop in STOPS if (end := completion.find(stop)) >= 0]
     return completion[: min(ends, default=len(completion))]
 

@@ -21,7 +21,7 @@ ROWS = 4
 
 
 def run_held_out(loaded: LoadedModel, place: Path, tokens: int = TOKENS) -> dict[str, dict[str, float]]:
-    """Of the held-out documents of a run, on the rows that the run validates on, as plain text prediction."""
+    """Losses of a run's held-out documents, on the rows that it validates on, as plain text prediction."""
     data = place / "data.json"
     folder = Path(json.loads(data.read_text())["folder"]) if data.exists() else None
     if folder is None or not (folder / "prepared.json").exists():
@@ -45,7 +45,7 @@ def run_held_out(loaded: LoadedModel, place: Path, tokens: int = TOKENS) -> dict
 
 
 def text_losses(model: LanguageModel, sources: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Of files: NAME=FILE, a text, or a .jsonl with `text` in each row. Each document is read from its start."""
+    """Losses of files: NAME=FILE, a text, or a .jsonl with `text` in each row. Each document is read from its start."""
     losses = {}
     for source in sources:
         name, _, file = source.partition("=")

@@ -295,6 +295,6 @@ def score_facts(rows: Sequence[Row], results: Sequence[FactVerdict]) -> FactScor
 
 
 def judged_rows(rows: Sequence[Row], results: Sequence[Any]) -> Iterator[Row]:
-    """Each row with what the judge said of it, to keep and to read."""
+    """Each row with the judge's verdict, for --write."""
     for row, result in zip(rows, results, strict=True):
         yield {**row, "judge": result if isinstance(result, list) else asdict(result)}

@@ -47,7 +47,7 @@ class LanguageModel:
 
     @property
     def prefix_rule(self) -> str:
-        """For the record: the prefix alone moves perplexities."""
+        """The rule of the prefix, for the record of results: it changes perplexities."""
         prefix = self.loaded.tokenizer.decode(self.loaded.format.prefix) or "nothing"
         return f"texts begin with {prefix}; an empty context is {self.start_text}"
 

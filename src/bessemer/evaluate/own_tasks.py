@@ -140,8 +140,8 @@ def run_questions(
     model: LanguageModel, name: str, questions: Sequence[TaskQuestion], shots: int | None = None, seed: int = 0,
     limit: int | None = None, formats: int = 1,
 ) -> list[TaskResult]:  # fmt: skip
-    """The scores of a file's questions. `formats` above 1 scores them with so many equivalent prompt formats and notes
-    the range; the score is that of the first, the prompt as it stands in the file."""
+    """The scores of a file's questions. `formats` above 1 scores them with that many equivalent prompt formats and
+    notes the range; the score is that of the first format, the prompt as written in the file."""
     examples = [question for question in questions if question.shot]
     scored = [question for question in questions if not question.shot][:limit]
     count = len(examples) if shots is None else shots

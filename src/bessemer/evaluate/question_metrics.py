@@ -18,7 +18,7 @@ def exact(answer: str, expected: str) -> float:
 
 
 def contains(answer: str, expected: str) -> float:
-    """The expected text stands somewhere in the answer, in any case."""
+    """The expected text occurs in the answer, in upper or lower case."""
     return float(" ".join(expected.lower().split()) in " ".join(answer.lower().split()))
 
 

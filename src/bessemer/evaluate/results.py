@@ -106,7 +106,7 @@ class TaskResult:
 
 
 def choice_logps(row: Mapping[str, Any]) -> list[float]:
-    """Of a logged sample of lm-eval or of our own tasks."""
+    """The log-probabilities of the choices in a logged sample of lm-eval or of our own tasks."""
     responses = row.get("filtered_resps", [])
     return [float(each[0]) for each in responses if isinstance(each, list | tuple) and isinstance(each[0], float | int)]
 
@@ -126,7 +126,7 @@ class Evaluation:
         return next((r for r in self.results if r.task == task and metric in (None, r.metric)), None)
 
     def to_json(self) -> dict[str, Any]:
-        """lm-eval's shape, with `bessemer` for what it has no place for."""
+        """lm-eval's shape; everything that it has no key for is under `bessemer`."""
         shape: dict[str, Any] = {name: dict(self.harness.get(name, {})) for name in _SHAPE}
         for result in self.results:
             row = shape["results"].setdefault(result.task, {"alias": result.task})
@@ -153,7 +153,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, place: Path) -> Evaluation:
-        """From a results.json or its folder."""
+        """Reads a results.json or its folder."""
         path = place / RESULTS if place.is_dir() else place
         try:
             own = json.loads(path.read_text(encoding="utf-8"))["bessemer"]
@@ -162,7 +162,7 @@ class Evaluation:
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}: give a folder that `bessemer evaluate --out` wrote") from None
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: is no result of `bessemer evaluate`: give a folder that --out wrote") from None
+            raise UserError(f"{path}: is not a result of `bessemer evaluate`: give a folder that --out wrote") from None
 
 
 _SHAPE = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
@@ -173,7 +173,7 @@ def make_name(task: str) -> str:
 
 
 def make_hash(parts: Any) -> str:
-    """Of settings, whatever their order."""
+    """A hash of settings, whatever their order."""
     return xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 

@@ -25,7 +25,7 @@ BINS = 15
 
 
 def standard_error(values: Sequence[float], clusters: Clusters = None) -> float:
-    """Of the mean. With clusters, their residuals are summed before they are squared."""
+    """The standard error of the mean. With clusters, their residuals are summed before they are squared."""
     array = np.asarray(values, np.float64)
     if len(array) < 2:
         return math.nan

@@ -42,7 +42,7 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class CompressionQuality:
-    """Of the quantized model on the test rows, against the original. KL in nats per token."""
+    """Quality of the quantized model on the test rows, against the original. KL in nats per token."""
 
     tokens: int
     perplexity_before: float

@@ -33,7 +33,7 @@ _LIBRARIES = {"hf": "transformers", "gguf": "llama.cpp", "onnx": "onnxruntime", 
 
 @dataclass(frozen=True)
 class TrainingEnergy:
-    """Of a run's training. `formula` is empty if it was measured."""
+    """Energy of a run's training. `formula` is empty if it was measured."""
 
     kwh: float
     grams: float | None

@@ -205,7 +205,7 @@ def trace(model: Decoder) -> torch.export.ExportedProgram:
 
 @contextmanager
 def _quiet() -> Any:
-    """Without the exporters' progress and warnings."""
+    """Hides the exporters' progress and warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -144,7 +144,7 @@ def _held_out(place: Path, count: int) -> Tensor | None:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WRITING, OPENING, COMPARING = "writing tensors", "opening it with transformers", "comparing tensor by tensor"
-# The dtype is written anew; code and paths of the original are dropped.
+# Keys of the original config that are not copied: the dtype is written by the export, code and paths do not apply.
 NOT_CARRIED = ("torch_dtype", "auto_map", "_name_or_path", "quantization_config")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -377,7 +377,7 @@ def to_native(
 
 
 def _tokenizer(folder: HfFolder) -> Tokenizer | None:
-    """For real tokens to compare on; a folder may have none, or one that only transformers reads."""
+    """The tokenizer, for real tokens to compare on; a folder may have none, or one that only transformers reads."""
     try:
         return Tokenizer.load(folder.path)
     except UserError:

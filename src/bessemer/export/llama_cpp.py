@@ -141,7 +141,7 @@ _STRUCTS = ("model_default_params", "context_default_params", "model_quantize_de
 
 
 def _load(library: Path) -> ctypes.CDLL:
-    """With the libraries beside it that it was built with."""
+    """Loads the library with the libraries in its folder that it was built with."""
     for part in ("libggml-base", "libggml"):
         for path in sorted(library.parent.glob(f"{part}.*so*"))[:1]:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

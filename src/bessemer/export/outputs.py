@@ -129,6 +129,6 @@ def _centred(logits: Tensor) -> Tensor:
 
 
 def _perplexity(logits_RTV: Tensor, ours: ReferenceOutputs) -> float:
-    """Of the next tokens; of our own guesses if there are none (a classifier's)."""
+    """The perplexity of the next tokens; of our own guesses if there are none (a classifier's)."""
     targets = ours.rows_RT[:, 1:] if ours.prompt else ours.logits_RTV.argmax(-1)[:, :-1]
     return math.exp(min(50.0, float(F.cross_entropy(logits_RTV[:, :-1].flatten(0, 1), targets.flatten()))))

@@ -127,7 +127,7 @@ def _base_folder(native: NativeModel) -> Path:
 
 
 def _largest_gap(merged: MergedWeights, place: Path) -> float:
-    """Over all matrices that the adapter changes; Mismatch beyond the tolerance."""
+    """The largest difference over all matrices that the adapter changes; Mismatch beyond the tolerance."""
     written, largest = FolderWeights(place, body=False), 0.0
     for name in sorted(f"{module}.{part}" for module in merged.adapted for part in ("weight", "bias")):
         if name not in merged:

@@ -1,1 +1,1 @@
-"""What a run shows while it runs."""
+"""Output of a run: progress, figures, profiles, alerts, trackers, and readers of other frameworks' runs."""

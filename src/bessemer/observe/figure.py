@@ -319,7 +319,7 @@ class Timeline:
         return "".join(parts)
 
     def text(self, cells: int = 96) -> list[str]:
-        """A line of letters for each row, each letter as frequent as the time it stands for, and the legend."""
+        """A line of letters for each row, each letter in proportion to the time that it represents, and the legend."""
         lines = [f"{name:<9} {self._letters(spans, cells)}" for name, spans in self.rows.items()]
         used = "".join(line[10:] for line in lines)
         return [*lines, ", ".join(f"{s.letter} {s.label}" for s in self.styles.values() if s.letter in used)]

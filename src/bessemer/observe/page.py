@@ -43,7 +43,7 @@ class WeightedText:
     caption: str = ""
 
     def plain(self) -> str:
-        """With the marked pieces in double brackets, after their weight if it is not 1."""
+        """The text with the marked pieces in double brackets, after their weight if it is not 1."""
         return "".join(f"[[{_weight(weight)}{text}]]" if weight > 0 else text for text, weight in self.visible())
 
     def visible(self) -> list[tuple[str, float]]:
@@ -118,7 +118,7 @@ def excerpt(text: str) -> str:
 
 
 def markdown(title: str, sections: Sequence[Section]) -> str:
-    """For a terminal and for GitHub."""
+    """The report as Markdown, for a terminal and for GitHub."""
     parts = [f"# {_escape_markdown(title)}"]
     for heading, blocks in sections:
         parts += [f"## {heading}" if heading else "", *map(_block_markdown, blocks)]

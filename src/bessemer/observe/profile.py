@@ -357,7 +357,7 @@ def _work_advice(time: ProfiledStep, facts: ProfileFacts, rows: dict[str, Profil
         hints.append((products * (1 - 1 / faster), f"{text}: {cure}"))
     if (near := matmul.of_ceiling) and near < 0.6 and matmul.share > 0.2:
         sizes = {"model.width": shape.width, "model.ffn": shape.ffn, "heads x head size": shape.attention_width}
-        causes = [f"{name} {size} is no multiple of {ALIGNMENT}" for name, size in sizes.items() if size % ALIGNMENT]
+        causes = [f"{name} {size} is not a multiple of {ALIGNMENT}" for name, size in sizes.items() if size % ALIGNMENT]
         if facts.spec.memory.activations not in ("auto", "none"):
             causes.append("memory.activations repeats products, which do not count here")
         cure = ", ".join(causes) or _more_rows(facts) or "larger widths"

@@ -1,4 +1,4 @@
-"""The result of a sweep as a table, with what mattered and what to change before the next one."""
+"""The result of a sweep as a table, with the parameters that mattered and what to change in the next sweep."""
 
 from __future__ import annotations
 

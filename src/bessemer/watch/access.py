@@ -1,4 +1,4 @@
-"""Who may ask what: checks on every request below the routes, so that no path is left out.
+"""Access control: checks on every request below the routes, so that no path is left out.
 
 A page of another site can reach a server on this machine through the user's browser. After DNS rebinding it is even of
 the same origin, so the Host must be this machine; what changes a run also needs our Origin and a header that no form

@@ -1,7 +1,7 @@
 r"""Compares mathematical answers by exact rational arithmetic: numbers, fractions, percent, units, LaTeX, tuples.
 
 `1,234.50`, `\frac{1}{2}`, `1/2`, `0.5`, `50\%`, `3 \cdot 10^{-2}` and `12\text{ cm}` are read; nothing is evaluated as
-code. What is no number is compared as text without spaces and LaTeX's layout commands.
+code. What is not a number is compared as text without spaces and LaTeX's layout commands.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _parts(line: str) -> Iterator[str]:
 
 
 def _split_head(line: str) -> list[str]:
-    """A line, and the head of a traceback that another text stands before as a line of its own."""
+    """A line. The head of a traceback that follows other text becomes a separate line."""
     at = line.find(_HEAD)
     before = line[: max(at, 0)]
     if not before.strip(" |+\t") or before.endswith("Exception Group "):

@@ -1,4 +1,4 @@
-"""Findings of one text or JSON file about faults, ranked: origins first, then what follows from them."""
+"""Findings of one text or JSON file about faults, ranked: root causes first, then their consequences."""
 
 from __future__ import annotations
 

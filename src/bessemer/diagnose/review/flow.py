@@ -1,4 +1,4 @@
-"""Where the value of an expression comes from, and where a statement stands relative to an event."""
+"""Where the value of an expression comes from, and where a statement is relative to an event."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def definitions(script: TrainingScript, node: ast.expr) -> list[ast.expr]:
 
 
 def before(values: list[ast.expr], place: ast.AST) -> ast.expr | None:
-    """The last of some expressions that stands above a place."""
+    """The last of some expressions above a place."""
     earlier = [value for value in values if value.lineno < getattr(place, "lineno", 0)]
     return earlier[-1] if earlier else None
 

@@ -74,7 +74,7 @@ class TrainingScript:
         return ".".join([self.imports.get(node.id, node.id), *reversed(parts)])
 
     def name(self, node: ast.AST | None) -> str:
-        """The last part of what a call calls: `step` of optimizer.step(), `DataLoader` of utils.data.DataLoader."""
+        """The last part of the called name: `step` of optimizer.step(), `DataLoader` of utils.data.DataLoader."""
         if not isinstance(node, ast.Call):
             return ""
         if isinstance(node.func, ast.Attribute):
@@ -97,7 +97,7 @@ class TrainingScript:
         return node
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The list of statements that a statement stands in."""
+        """The list of statements that contains a statement."""
         for field in ("body", "orelse", "finalbody", "handlers"):
             statements = getattr(self.parents[statement], field, None)
             if isinstance(statements, list) and statement in statements:
@@ -161,7 +161,7 @@ class TrainingScript:
         return bound
 
     def key(self, node: ast.expr) -> str:
-        """The name of a variable with its scope; "" for what is no variable."""
+        """The name of a variable with its scope; "" if it is not a variable."""
         root: ast.expr = node
         while isinstance(root, ast.Attribute):
             root = root.value

@@ -39,7 +39,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
 
 
 def judge_run(run: ForeignRun) -> list[Finding]:
-    """Findings of a run, the most severe and probable first. Empty for a run in which nothing stands out."""
+    """Findings of a run, the most severe and probable first. Empty if the rules find nothing."""
     view = JudgedRun(run)
     findings = [
         *judge_loss(view), *judge_gradients(view), *judge_rates(view), *judge_data(view), *judge_speed(view),
@@ -56,7 +56,7 @@ def _without_consequences(findings: list[Finding]) -> list[Finding]:
 
 
 def _without_repeats(findings: list[Finding]) -> list[Finding]:
-    """Of findings with the same cause the most severe and confident one; the steps of the others become evidence."""
+    """The most severe and confident finding of each cause; the steps of the others become its evidence."""
     best: dict[str, Finding] = {}
     for finding in sorted(findings, key=lambda f: (-SEVERITIES.index(f.severity), -f.confidence)):
         if finding.rule in best:

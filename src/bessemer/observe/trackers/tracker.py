@@ -33,7 +33,7 @@ MAX_LIST = 64  # numbers of a list that become metrics of their own
 
 @dataclass
 class RunInfo:
-    """What a tracker gets to know about the run. `state` is its own memory, saved with the position: the run's id."""
+    """What a tracker knows about the run. `state` is its own memory, saved with the position: the run's id."""
 
     run: Run
     spec: TrackerSpec
