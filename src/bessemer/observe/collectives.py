@@ -70,15 +70,15 @@ def collectives(events: list[TraceEvent]) -> list[Collective]:
 def compare_ranks(by_rank: Sequence[Sequence[Collective]], steps: int) -> list[CollectiveRow]:
     """A row for each collective, the longest first."""
     calls: dict[str, list[list[Collective]]] = defaultdict(lambda: [[] for _ in by_rank])
-    for rank, found in enumerate(by_rank):
-        for each in found:
+    for rank, own_calls in enumerate(by_rank):
+        for each in own_calls:
             calls[each.name][rank].append(each)
     rows = []
     for name, of_rank in calls.items():
-        all_calls = [each for mine in of_rank for each in mine]
+        all_calls = [each for own_calls in of_rank for each in own_calls]
         share = 1 / len(by_rank) / steps
         waits = [0.0] * len(by_rank)
-        matching = len({len(mine) for mine in of_rank}) == 1 and len(by_rank) > 1
+        matching = len({len(own_calls) for own_calls in of_rank}) == 1 and len(by_rank) > 1
         if matching:
             for same in zip(*of_rank, strict=True):
                 least = min(each.us for each in same)

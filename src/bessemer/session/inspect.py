@@ -366,8 +366,8 @@ class ProfileSession(Session):
         events, world = read_trace(trace), job.world
         time = step_time(events)
         parts_ms = {part: us / self.steps / 1e3 for part, us in time.parts.items()}
-        mine = {"rank": world.rank, "parts_ms": parts_ms, "memory_bytes": memory_in_use(job.engine.device)}
-        by_rank = world.gather((mine, collectives(events)))
+        own = {"rank": world.rank, "parts_ms": parts_ms, "memory_bytes": memory_in_use(job.engine.device)}
+        by_rank = world.gather((own, collectives(events)))
         if not world.main:
             return
         machine, stored, plan = measure_machine(job.engine.device), stored_ceilings(job.engine.device), job.plan
