@@ -1,12 +1,13 @@
 """How long does the page take to open a long run and to zoom into it?
 
-    python benchmarks/watch.py --tensorboard .venv/bin/python --save
+    python benchmarks/watch.py --tensorboard .venv/bin/python --others 20000 --save
 
 A journal of made-up steps is written. Measured: the first reading of the journal into columns; a cold open, which
 shows a sample; a warm open and zooms (by the server for all charts; and in Chromium, where it and playwright are
-installed, to the last visible chart); 100 new rows; a cut. With --tensorboard the same numbers go into an event file,
-and the reader of TensorBoard's server loads them in one process of the Python that is named. Server times are given as
-processor time as well, since other work on a shared machine does not change it.
+installed, to the last visible chart); 100 new rows; a cut. With --tensorboard the first steps (--others, all by
+default) also go into an event file, which the reader of TensorBoard's server loads in one process of the Python that
+is named, and into a journal of their own, which is read and opened here. Server times are given as processor time as
+well, since other work on a shared machine does not change it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ NAMED = ("loss", "grad_norm", "lr", "clip", "tokens_per_s", "mfu", "step_s", "da
 STEPS, ROUNDS = 1_000_000, 5
 TENSORBOARD = """
 import json, sys, time
-journal, folder = sys.argv[1:]
+journal, folder, steps = sys.argv[1:]
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -49,6 +51,8 @@ for line in open(journal):
     if not line.endswith("\\n"):  # the cut left it
         break
     record = json.loads(line)
+    if record["step"] >= int(steps):
+        break
     values = [Summary.Value(tag=key, simple_value=value) for key, value in record.items() if key != "step"]
     writer.add_event(Event(step=record["step"], wall_time=record["step"], summary=Summary(value=values)))
 writer.close()
@@ -68,6 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--numbers", type=int, default=40, help="in each record")
     parser.add_argument("--tensorboard", help="a Python that has tensorboard")
+    parser.add_argument("--others", type=int, help="steps that TensorBoard gets, of which 1,000 take about 2 s")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE-watch[-STEPS].json")
     arguments = parser.parse_args()
     report: dict[str, Any] = {
@@ -84,10 +89,32 @@ def main() -> None:
         report |= {"journal_bytes": journal.stat().st_size, "bessemer": measure(folder, journal)}
         write(report, arguments.save)  # the rest takes many minutes
         if arguments.tensorboard:
-            command = [arguments.tensorboard, "-c", TENSORBOARD, str(journal), str(folder / "events")]
+            steps = min(arguments.others or arguments.steps, arguments.steps)
+            command = [arguments.tensorboard, "-c", TENSORBOARD, str(journal), str(folder / "events"), str(steps)]
             output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            report["tensorboard"] = json.loads(output.splitlines()[-1])
+            others = {
+                "tensorboard": json.loads(output.splitlines()[-1]),
+                "bessemer": read_first(folder, journal, steps),
+            }
+            report["same_steps"] = {"steps": steps, **others}
             write(report, arguments.save)
+
+
+def read_first(folder: Path, journal: Path, steps: int) -> dict[str, float]:
+    """The first steps as a run of their own: read into columns, and all charts opened."""
+    with RunWriter(folder / "short" / "run") as run, journal.open() as lines:
+        run.event("started", step=0, total_steps=steps)
+        run.steps_path.write_text("".join(islice(lines, steps)))
+    names = [name for name in json.loads(run.steps_path.open().readline()) if name not in ("step", "tokens")]
+    short = WatchedRun(run.folder, folder / "caches" / "short")
+
+    def load() -> None:
+        short.refresh(wait=True)
+        msgspec.json.encode(short.series(names, "step", None, None, 1000))
+
+    times = timed(load, 1)
+    short.close()
+    return {"load_cpu_s": times["cpu_s"], "load_wall_s": times["wall_s"], "points_of_a_tag": steps}
 
 
 def write(report: dict[str, Any], save: bool) -> None:

@@ -215,7 +215,7 @@ def test_prometheus_pushgateway(run: RunWriter, receiver: Receiver) -> None:
 
 
 def test_opentelemetry(run: RunWriter, receiver: Receiver) -> None:
-    following = start(run, to="otel", url=f"{receiver.url}/v1/metrics")
+    following = start(run, to="otel", url=f"{receiver.url}/v1/metrics", group="baseline")
     write_steps(run, 0, 20)
     receiver.status = 400  # 5xx would be tried again by the exporter itself
     with pytest.raises(ConnectionError, match="did not take the metrics"):
@@ -229,6 +229,7 @@ def test_opentelemetry(run: RunWriter, receiver: Receiver) -> None:
     attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
     values = {metric.name: metric.gauge.data_points[0].as_double
               for scope in resource.scope_metrics for metric in scope.metrics}  # fmt: skip
+    assert attributes["bessemer.group"] == "baseline" and attributes["service.instance.id"] == following.state["id"]
     assert attributes["bessemer.run"] == "demo" and values["bessemer.train.loss"] == loss_at(19)
 
 
@@ -278,7 +279,8 @@ import sys
 from bessemer.observe.trackers.forward import Forwarder
 from bessemer.run.directory import Run
 from bessemer.spec.observers import TrackerSpec
-following = Forwarder(Run(sys.argv[1]), TrackerSpec.model_validate({"to": NAME, "offline": True, "tags": ["first"]}))
+spec = TrackerSpec.model_validate({"to": NAME, "offline": True, "tags": ["first"], "group": "baseline"})
+following = Forwarder(Run(sys.argv[1]), spec)
 assert following.acquire() and following.forward() == 21
 following.finish("finished")
 """
@@ -295,11 +297,13 @@ def test_comet_offline_archive(run: RunWriter) -> None:
     (archive,) = (run.folder / "trackers" / "comet").glob("*.zip")
     with zipfile.ZipFile(archive) as file:
         messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
+        described = json.loads(file.read("experiment.json"))
     metrics = [message["payload"]["metric"] for message in messages if message["type"] == "metric_msg"]
     losses = {
         metric["step"]: float(metric["metricValue"]) for metric in metrics if metric["metricName"] == "train/loss"
     }
     assert losses == {step: loss_at(step) for step in range(20)}
+    assert set(described["tags"]) >= {"first", "group: baseline"}
 
 
 @pytest.mark.slow  # its session is packed after pauses of seconds

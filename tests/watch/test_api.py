@@ -133,12 +133,17 @@ def test_a_report_is_boxed_in_and_samples_are_data(runs: Path) -> None:
         "/api/runs/first/reports/..%2F..%2Fspec", "/api/runs/first/reports/../../secret/spec",
         "/api/runs/first/reports/linked", "/static/../app.py", "/static/..%2Fapp.py", "/static/charts",
         "/api/runs/first/checkpoints/%2E%2E%2F", "/api/runs/first/checkpoints/%2Fetc",
+        "/api/runs/first/profiles/..%2F..%2Fsecret", "/api/runs/first/profiles/linked.json.gz",
+        "/api/runs/first/profiles/linked.json.gz/parts", "/api/compare?runs=first|..%2Fsecret",
+        "/api/stream?run=..%2Fsecret",
     ],
 )  # fmt: skip
 def test_no_path_leads_out(runs: Path, path: str) -> None:
     os.symlink(runs.parent / "secret", runs / "linked")
     (runs.parent / "secret" / "x.html").write_text("secret")
     os.symlink(runs.parent / "secret" / "x.html", runs / "first" / "reports" / "linked.html")
+    (runs / "first" / "profiles").mkdir()
+    os.symlink(runs.parent / "secret" / "x.html", runs / "first" / "profiles" / "linked.json.gz")
     answer = client(runs).get(path)
     assert answer.status_code == 404 and "secret" not in answer.text
     assert "linked" not in client(runs).get("/api/runs").text

@@ -178,7 +178,8 @@ def train(
         importlib.import_module("torch")
     if profile or nsight:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
-    elif (count := count_local_processes(run_spec.parallel)) > 1:
+        os.environ.setdefault("PET_MAX_RESTARTS", "0")  # a measurement is not repeated
+    if (count := count_local_processes(run_spec.parallel)) > 1:
         check_layout(run_spec, count)
         start_processes(count)
     from bessemer.observe.view import LineView, LiveView, RunView
@@ -200,13 +201,13 @@ def train(
 
         session = ProfileSession(run_spec, view, profile_steps, nsight)
         session.train()
-        if as_json:
+        leave_process_group()
+        if as_json and session.world.main:
             report = session.folder / "profile.json"
             print_json({"folder": str(session.folder), **(json.loads(report.read_text()) if session.text else {})})
         elif session.text:
-            print(
-                f"\n{session.text}\nin {session.folder}: profile.txt, profile.json, trace.json.gz for ui.perfetto.dev"
-            )
+            files = ", ".join(path.name for path in sorted(session.folder.iterdir()))
+            print(f"\n{session.text}\nin {session.folder}: {files}; traces are for ui.perfetto.dev")
         return
     with naming_spec(spec, settings):
         outcome = Session(run_spec, view, restart=restart).train()

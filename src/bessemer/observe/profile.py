@@ -31,6 +31,7 @@ WINDOW = f"{PREFIX}steps"  # the range of the profiled steps
 _SPANS = {"data": DATA, "judge": GUARD, "report": GUARD, "optimizer": OPTIMIZER}
 _RANKS = {COMMUNICATION: 1, COPIES: 2}  # overlapped by a compute kernel they cost nothing
 _HOST = 3  # overlapped by any kernel the host costs nothing
+_GLOO, _IDLE = 4, 5  # gloo sends from threads of its own: it costs what the loop's thread is idle for
 _IDLE_IN = f"{IDLE} in "
 _FUSED = re.compile(r"^triton_|compiled", re.I)  # what torch.compile leaves in a trace
 
@@ -66,6 +67,7 @@ class TraceEvent(NamedTuple):
     end: float
     lane: str  # thread or stream
     correlation: int = -1  # of a launch with what it starts
+    bytes: int = 0  # that a collective sends or receives
 
 
 class _Frame(NamedTuple):
@@ -119,10 +121,22 @@ def read_trace(path: Path) -> list[TraceEvent]:
         TraceEvent(
             kinds[event["cat"]], event["name"], event["ts"], event["ts"] + event["dur"],
             f"{event['pid']}/{event['tid']}", event.get("args", {}).get("correlation", -1),
+            _collective_bytes(event.get("args", {})),
         )
         for event in events
         if event["ph"] == "X" and event.get("cat") in kinds
     ]  # fmt: skip
+
+
+# Bytes of an element, by the names that torch gives to types in the arguments of collectives.
+_ELEMENT = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2}
+
+
+def _collective_bytes(args: dict[str, Any]) -> int:
+    """The larger of what an NCCL kernel reads and writes; 0 for other events."""
+    counts = (args.get("In msg nelems"), args.get("Out msg nelems"))
+    numbers = [count for count in counts if isinstance(count, int)]
+    return max(numbers, default=0) * _ELEMENT.get(str(args.get("dtype")), 1)
 
 
 @cache
@@ -211,8 +225,13 @@ def step_time(events: list[TraceEvent]) -> ProfiledStep:
     on_device = bool(slices)
     host_parts = (DATA, GUARD) if on_device else PARTS  # other host time is idle if nothing else runs
     for start, end, frame in _innermost(threads[window.lane]):
-        part = frame.part if frame.part and frame.part in host_parts else _IDLE_IN + frame.span
-        slices.append(TraceSlice(start, end, _HOST, part, "" if on_device else frame.event.name, int(start == end)))
+        known = frame.part is not None and frame.part in host_parts
+        part, rank = (str(frame.part), _HOST) if known else (_IDLE_IN + frame.span, _IDLE)
+        if part == GUARD and frame.event.name.startswith(PREFIX):  # no operation: Python, or a wait for other ranks
+            rank = _IDLE
+        slices.append(TraceSlice(start, end, rank, part, "" if on_device else frame.event.name, int(start == end)))
+    gloo = (event for event in events if event.name.startswith("gloo:") and event.lane != window.lane)
+    slices += [TraceSlice(event.start, event.end, _GLOO, COMMUNICATION, event.name) for event in gloo]
     spent = split(slices, window.start, window.end)
     idle = {part.removeprefix(_IDLE_IN): us for part, us in spent.items() if part.startswith(_IDLE_IN)}
     parts = {part: spent[part] for part in PARTS} | {IDLE: spent[IDLE] + sum(idle.values())}

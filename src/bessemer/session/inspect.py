@@ -17,7 +17,9 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -34,14 +36,17 @@ from bessemer.model.adapters import clear_adapters, init_adapters
 from bessemer.model.families.adapter import read_adapter
 from bessemer.model.quantized import NF4
 from bessemer.model.transformer import Decoder, build_model
+from bessemer.observe.collectives import collectives, compare_ranks, ranks_text
+from bessemer.observe.memory_snapshot import peak_text
 from bessemer.observe.profile import ProfileFacts, as_json, as_text, read_trace, step_time
 from bessemer.observe.view import RunView
 from bessemer.optim.choose import optimizer_for
 from bessemer.optim.guarded import GuardedOptimizer, clip_divisor
-from bessemer.parallel.world import World
+from bessemer.parallel.world import World, join_process_group
 from bessemer.plan.decide import TrainPlan
 from bessemer.plan.schedule import run_schedule
-from bessemer.run.directory import Run, RunWriter
+from bessemer.plan.search.layout import check_processes
+from bessemer.run.directory import Run, RunReader, RunWriter
 from bessemer.run.journal import Record, to_number
 from bessemer.session.build import adapt, further_models
 from bessemer.session.data import build_stream
@@ -345,12 +350,26 @@ class ProfileSession(Session):
         self.folder = run_folder(self.spec) / "profile"
 
     def train(self) -> Outcome:
-        with tempfile.TemporaryDirectory(prefix="bessemer-profile-") as scratch:
-            folder = Path(scratch) / self.spec.name
-            self._link_run(run_folder(self.spec), folder)
-            with ScratchRun(folder) as run, self.view.following(run):
+        device = pick_device(self.spec.parallel)
+        self.world = world = join_process_group(device, timedelta(seconds=self.spec.parallel.patience))
+        with ExitStack() as stack:
+            with world.main_process_first():
+                if world.main:
+                    check_processes(self.spec, self.source.shape if self.source else None, world.size)
+                    # Beside the run, since ranks on other hosts read it too.
+                    Path(self.spec.runs).mkdir(parents=True, exist_ok=True)
+                    scratch = tempfile.TemporaryDirectory(prefix=".profile-", dir=self.spec.runs)
+                    folder = Path(stack.enter_context(scratch)) / self.spec.name
+                    self._link_run(run_folder(self.spec), folder)
+            folder = world.agree(folder if world.main else Path())
+            run = stack.enter_context((ScratchRun if world.main else RunReader)(folder))
+            stack.enter_context(self.view.following(run))
+            try:
                 outcome = self._train(run)
-        if not (self.text or self.nsight):
+            except UserError as error:
+                raise self._error_of_rank(error) from None
+            world.wait()  # the folder goes
+        if world.main and not (self.text or self.nsight):
             raise UserError(f"--profile: {outcome.reason}")
         return outcome
 
@@ -360,7 +379,7 @@ class ProfileSession(Session):
             return
         committed = CheckpointStore(run / "checkpoints").committed()
         total = json.loads((run / "settings.json").read_text())["total_steps"]
-        if not committed or committed[-1][1].step + WARMUP + self.steps > total:
+        if not committed or committed[-1][1].step + WARMUP + self.steps >= total:
             return
         (scratch / "checkpoints").mkdir(parents=True)
         for path, _ in committed:
@@ -369,7 +388,7 @@ class ProfileSession(Session):
             shutil.copy(run / name, scratch / name)
 
     def _loop(self, job: Job) -> Outcome:
-        needed = job.start_step + WARMUP + self.steps
+        needed = job.start_step + WARMUP + self.steps + (job.engine.device.type == "cuda" and not self.nsight)
         if needed > job.plan.total_steps:
             raise UserError(f"--profile: needs {needed} steps, the run has {job.plan.total_steps}: raise budget.tokens")
         if self.nsight and job.engine.device.type != "cuda":
@@ -377,10 +396,14 @@ class ProfileSession(Session):
         if job.engine.device.type == "mps":
             raise UserError("--profile: torch cannot profile Apple GPUs: use parallel.device: cpu, or Instruments")
         self.folder.mkdir(parents=True, exist_ok=True)
-        trace = None if self.nsight else self.folder / "trace.json.gz"
+        for old in (path for pattern in ("trace*", "memory*") for path in self.folder.glob(pattern) if self.world.main):
+            old.unlink()
+        rank = f"-rank-{self.world.rank}" if self.world.size > 1 else ""
+        trace = None if self.nsight else self.folder / f"trace{rank}.json.gz"
+        memory = self.folder / f"memory{rank}.pickle" if trace and job.engine.device.type == "cuda" else None
         job.saver, job.guard.snapshots = DiscardingSaver(job.saver.store, ""), None
         job.data.evaluator.parts.clear()
-        job.recorder.profiler = profiler = StepProfiler(job.engine.device, self.steps, trace)
+        job.recorder.profiler = profiler = StepProfiler(job.engine.device, self.steps, trace, memory)
         while (outcome := train_loop(job)).incident:  # a vetoed step takes as long as any other
             job.start_step = outcome.step
         if trace:
@@ -388,6 +411,13 @@ class ProfileSession(Session):
         return outcome
 
     def _report(self, job: Job, profiler: StepProfiler, trace: Path) -> None:
+        events, world = read_trace(trace), job.world
+        time = step_time(events)
+        parts_ms = {part: us / self.steps / 1e3 for part, us in time.parts.items()}
+        own = {"rank": world.rank, "parts_ms": parts_ms, "memory_bytes": memory_in_use(job.engine.device)}
+        by_rank = world.gather((own, collectives(events)))
+        if not world.main:
+            return
         machine, stored, plan = measure_machine(job.engine.device), stored_ceilings(job.engine.device), job.plan
         rates = {f"matmul_{key}": rate for key, rate in machine.matmul.items() if rate}
         weights = sum(parameter.nbytes for parameter in job.engine.optimizer.parameters)
@@ -401,7 +431,10 @@ class ProfileSession(Session):
             memory_bytes=memory_in_use(job.engine.device), memory_limit=memory_limit(job.engine.device),
             update_bytes=3 * weights + 2 * moments, ceilings=rates | (stored.best() if stored else {}),
         )  # fmt: skip
-        profile = as_json(step_time(read_trace(trace)), facts)
-        self.text = as_text(profile)
+        ranks, calls = [rank for rank, _ in by_rank], [calls for _, calls in by_rank]
+        rows = [asdict(row) | {"bytes_per_s": row.rate} for row in compare_ranks(calls, self.steps)]
+        profile = as_json(time, facts) | {"ranks": ranks, "collectives": rows, "memory_peak": profiler.peak}
+        peak = peak_text(profiler.peak) if profiler.peak else ""
+        self.text = as_text(profile) + ranks_text(ranks, rows) + peak
         write_atomic(self.folder / "profile.json", json.dumps(profile, indent=1))
         write_atomic(self.folder / "profile.txt", self.text)

@@ -112,9 +112,7 @@ class Session:
             outcome = self._train(run)
         except UserError as error:
             run.event("refused", reason=str(error).splitlines()[0])  # the run is unchanged
-            if self.world.rank_0_reports_same_error(str(error)):
-                exit_silently(2)
-            raise error if self.world.main else RankError(f"rank {self.world.rank}: {error}") from None
+            raise self._error_of_rank(error) from None
         except KeyboardInterrupt:
             run.event("interrupted", reason="Ctrl-C twice: stopped at once; the last checkpoint is intact")
             raise
@@ -125,6 +123,12 @@ class Session:
         run.event(outcome.kind, step=outcome.step, reason=outcome.reason)
         self.view.outcome(outcome.kind, outcome.reason, outcome.step, run)
         return outcome
+
+    def _error_of_rank(self, error: UserError) -> UserError:
+        """The error as this rank raises it. Ends this process if rank 0 prints the same error for all."""
+        if self.world.rank_0_reports_same_error(str(error)):
+            exit_silently(2)
+        return error if self.world.main else RankError(f"rank {self.world.rank}: {error}")
 
     def _train(self, run: RunWriter) -> Outcome:
         """The steps of a start, in order."""

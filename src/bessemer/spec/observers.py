@@ -18,11 +18,11 @@ TRACKERS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("folder",),
     "wandb": ("project", "entity", "group", "offline"),
     "mlflow": ("url", "project", "group"),
-    "comet": ("project", "entity", "offline", "folder"),
-    "clearml": ("project", "offline"),
+    "comet": ("project", "entity", "group", "offline", "folder"),
+    "clearml": ("project", "group", "offline"),
     "trackio": ("project", "group"),
     "prometheus": ("url", "port"),
-    "otel": ("url",),
+    "otel": ("url", "group"),
     "csv": ("folder",),
     "parquet": ("folder",),
 }
@@ -65,7 +65,9 @@ class TrackerSpec(SpecSection):
     to: str = setting(..., f"one of {', '.join(TRACKERS)}", "wandb")
     project: str | None = setting(None, "project or experiment (default: bessemer)", "llm", min_length=1)
     entity: str | None = setting(None, "team or workspace, of wandb and comet", "team", min_length=1)
-    group: str | None = setting(None, "group of runs, of wandb, mlflow and trackio", "baseline", min_length=1)
+    group: str | None = setting(
+        None, "group of runs; a tag in comet and clearml, which have none", "baseline", min_length=1
+    )
     tags: list[str] = setting([], "tags of the run", ["baseline"])
     url: str | None = setting(
         None, "address of the MLflow server, Prometheus pushgateway or OTLP endpoint", "http://127.0.0.1:5000"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from bessemer.observe.memory_snapshot import peak_holders
 from bessemer.observe.profile import PREFIX, WINDOW
 from bessemer.run.control import ControlRequest
 from bessemer.train.device import synchronize
@@ -26,14 +27,18 @@ if TYPE_CHECKING:
 WARMUP = 5  # steps before: compiling and kernel selection, then two that are timed without the profiler's overhead
 DONE = "profiled"  # ends the loop, in place of a signal's name
 REQUESTED_STEPS = 10  # without a number in the request
+MEMORY_EVENTS = 200_000  # allocations and frees that a memory snapshot holds at most
 
 
 class StepProfiler:
     """Profiles `steps` steps after WARMUP, then ends the loop. Without a `trace` to write it only marks ranges and
-    starts CUDA's profiler: Nsight and torch's profiler cannot run at once."""
+    starts CUDA's profiler: Nsight and torch's profiler cannot run at once. With `memory`, one more step on a GPU
+    records every allocation into that file, for pytorch.org/memory_viz: it is slow, so no time is taken of it."""
 
-    def __init__(self, device: torch.device, steps: int, trace: Path | None) -> None:
+    def __init__(self, device: torch.device, steps: int, trace: Path | None, memory: Path | None = None) -> None:
         self.device, self.steps, self.trace = device, steps, trace
+        self.memory = memory if device.type == "cuda" else None
+        self.peak: dict[str, Any] = {}  # see `peak_holders`
         self.plain_step_s = self._began = 0.0
         self.done = 0
         kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
@@ -64,6 +69,17 @@ class StepProfiler:
             if self._torch:
                 self._torch.stop()
                 self._torch.export_chrome_trace(str(self.trace))
+            if self.memory is None:
+                self.finish(interrupt)
+            else:
+                torch.cuda.memory._record_memory_history(
+                    "all", context="alloc", stacks="python", max_entries=MEMORY_EVENTS
+                )
+        elif self.done == WARMUP + self.steps + 1:
+            self._now()
+            torch.cuda.memory._dump_snapshot(str(self.memory))
+            self.peak = peak_holders(torch.cuda.memory._snapshot(), self.device.index or 0)
+            torch.cuda.memory._record_memory_history(None)
             self.finish(interrupt)
 
     def finish(self, interrupt: Interrupt) -> None:

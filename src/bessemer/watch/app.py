@@ -76,7 +76,7 @@ class Pages:
             reading(f"{run}/layers", self.layers),
             reading(f"{run}/chart.svg", self.chart),
             reading(f"{run}/events", lambda request: self.run(request).described_events(self.axis(request))),
-            reading(f"{run}/samples", lambda request: facts.newest_samples(self.run(request).run)),
+            reading(f"{run}/samples", self.samples),
             reading(f"{run}/checkpoints", lambda request: facts.list_checkpoints(self.run(request).run)),
             reading(f"{run}/checkpoints/{{checkpoint}}", self.verify),
             reading(f"{run}/reports/{{report}}", self.report),
@@ -143,6 +143,10 @@ class Pages:
         curves = {name: group["series"][name]["mean"]}
         svg = LineChart(name, group["x"], curves, axis, log_y=log).svg()
         return Response(svg_file(svg), media_type="image/svg+xml")
+
+    def samples(self, request: Request) -> list[dict[str, Any]]:
+        run = self.run(request)
+        return run.shared.get("samples", None, lambda: facts.newest_samples(run.run), POLL_S * 0.9)
 
     def verify(self, request: Request) -> dict[str, Any]:
         run, name = self.run(request), request.path_params["checkpoint"]

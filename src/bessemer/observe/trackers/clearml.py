@@ -21,7 +21,7 @@ class ClearML(Tracker):
             module.Task.set_offline(True)
         known = None if spec.offline else info.state.get("task")
         self._task = module.Task.init(
-            project_name=info.project, task_name=info.run.name, tags=spec.tags, reuse_last_task_id=False,
+            project_name=info.project, task_name=info.run.name, tags=info.labels, reuse_last_task_id=False,
             continue_last_task=known or False, auto_connect_arg_parser=False, auto_connect_frameworks=False,
             auto_resource_monitoring=False, auto_connect_streams=False, deferred_init=False,
         )  # fmt: skip

@@ -37,7 +37,7 @@ class Comet(Tracker):
         kind = comet.OfflineExperiment if spec.offline else comet.Experiment
         self._experiment = kind(project_name=info.project, workspace=spec.entity, experiment_key=key, **options)
         self._experiment.set_name(info.run.name)
-        self._experiment.add_tags(spec.tags)
+        self._experiment.add_tags(info.labels)
         self._experiment.log_parameters(info.config)
 
     def rows(self, rows: Sequence[Row]) -> None:

@@ -21,7 +21,13 @@ class OpenTelemetry(Tracker):
         export = import_module("opentelemetry.sdk.metrics.export")
         otlp = import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
         resource = import_module("opentelemetry.sdk.resources").Resource(
-            {"service.name": "bessemer", "bessemer.run": info.run.name, "bessemer.tags": info.spec.tags}
+            {
+                "service.name": "bessemer",
+                "service.instance.id": info.id,
+                "bessemer.run": info.run.name,
+                "bessemer.tags": info.spec.tags,
+                "bessemer.group": info.spec.group or "",
+            }
         )
         self._exporter = otlp.OTLPMetricExporter(endpoint=info.spec.url, timeout=TIMEOUT_S)
         self._reader, self._taken = export.InMemoryMetricReader(), export.MetricExportResult.SUCCESS

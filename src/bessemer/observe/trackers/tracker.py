@@ -45,6 +45,11 @@ class RunInfo:
         return self.spec.project or PROJECT
 
     @property
+    def labels(self) -> list[str]:
+        """Tags, with the group among them: for trackers without groups."""
+        return [*self.spec.tags, *([f"group: {self.spec.group}"] if self.spec.group else [])]
+
+    @property
     def id(self) -> str:
         """The id of the run, the same at every start."""
         return self.state.setdefault("id", f"{self.run.name}-{uuid.uuid4().hex[:8]}")

@@ -103,6 +103,14 @@ async function openTab(tab) {
   panel.dataset.tab = state.tab;
 }
 
+// New content for an open tab, unless it holds what somebody has typed or asked for.
+async function refreshTab() {
+  const { run, tab } = state, panel = $("#panel");
+  if (panel.dataset.tab !== tab || $("#dialog").open || panel.querySelector("input")?.value || panel.querySelector("button:disabled, .verdict:not(:empty)")) return;
+  const content = await PANELS[tab](run, page.facts, page.events);
+  if (run === state.run && tab === state.tab) panel.replaceChildren(...content);
+}
+
 function openCurves(panel) {
   const choice = (options, key, change) => el("span", { class: "group" }, options.map((option) => el("button", { "aria-pressed": String(state[key] === option), "data-value": option, onclick: () => change(option) }, option || "all")));
   const smooth = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: state.smooth, "aria-label": "Smoothing", oninput: () => { writeState({ smooth: smooth.value }); page.board.redraw(); } });
@@ -191,11 +199,10 @@ async function onPulse(pulse) {
   document.body.dataset.rows = pulse.rows;
   if (!page.names || !before) return;
   try {
-    if (pulse.events !== before.events || cut) {
-      await readEvents();
-      if (run === state.run && state.tab === "events") openTab("events");
-    }
+    if (pulse.events !== before.events || cut) await readEvents();
     if (cut || before.rows < 20 || pulse.validations !== before.validations || (pulse.system && !(page.names.system ?? []).length)) { await readNames(); if (run === state.run) showCharts(); }
+    const changed = { events: pulse.events !== before.events, checkpoints: pulse.events !== before.events, samples: pulse.events !== before.events || pulse.rows !== before.rows };
+    if (run === state.run && changed[state.tab]) await refreshTab();
     // With a million rows, a few more would not be seen.
     if (run === state.run && (cut || pulse.validations !== before.validations || Math.abs(pulse.rows - page.drawnRows) >= Math.max(1, pulse.rows / 2000))) {
       page.drawnRows = pulse.rows;

@@ -1,14 +1,16 @@
 // Curves. Every chart shares the x range, the cursor and the marks; bins come for the pixels that are shown.
 import { colour, count, duration, el, exported, get, openDialog, openReport, others, runPath, show, state, writeState } from "./dom.js";
 
-export const MAIN = ["loss", "validation:loss", "lr", "grad_norm", "tokens_per_s", "mfu", "memory_bytes", "data_wait_s", "step_s"];
+// The first charts: the losses, what preference and RL runs are judged by, then what every run has.
+const JUDGED = ["reward", "kl", "margin", "accuracy", "chosen_shift", "entropy", "answer_tokens"];
+export const MAIN = ["loss", "validation:loss", ...JUDGED.flatMap((name) => [name, `validation:${name}`]), "lr", "grad_norm", "tokens_per_s", "mfu", "memory_bytes", "data_wait_s", "step_s"];
 const HIDDEN = /^(step|tokens|clipped|time|clip|rank_step_s\..*|validation:(step|tokens|seconds))$/;
 const TITLES = { "validation:loss": "validation loss", lr: "learning rate", grad_norm: "gradient norm", tokens_per_s: "tokens per second", mfu: "MFU",
-  memory_bytes: "memory", data_wait_s: "wait for data", step_s: "time of a step",
+  memory_bytes: "memory", data_wait_s: "wait for data", step_s: "time of a step", own_s: "own work", bubble_s: "idle between stages", kl: "KL divergence",
   "system:gpu_busy_share": "GPU busy", "system:cpu_busy_share": "processor busy", "system:ram_bytes": "memory in use", "system:process_ram_bytes": "memory of the process", "system:disk_free_bytes": "free disk",
   "system:gpu_power_capped_share": "GPU clock held by the power limit", "system:gpu_throttled_share": "GPU clock held by heat or supply", "system:gpu_clock_mhz": "GPU clock", "system:gpu_power_w": "GPU power", "system:gpu_temperature_c": "GPU temperature", "system:gpu_memory_bytes": "GPU memory" };
 const PLANNED = { tokens_per_s: "tokens/s", mfu: "MFU", memory_bytes: "memory" };
-export const title = (name) => TITLES[name] ?? name.replace("validation:", "validation ").replace("system:", "").replace(/_bytes_per_s$/, "").replaceAll("_", " ");
+export const title = (name) => TITLES[name] ?? name.replace(/^validation:per_source\./, "validation loss: ").replace("validation:", "validation ").replace("system:", "").replace(/_bytes_per_s$/, "").replace(/_s$/, "_time").replaceAll("_", " ");
 export const lineColour = (index) => colour(`--c${index % 6}`);
 const MOST_MARKS = 300;
 

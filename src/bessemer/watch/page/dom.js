@@ -31,6 +31,7 @@ export function bytes(value) {
 }
 
 export function duration(seconds) {
+  if (seconds === 0) return "0 s";
   if (seconds < 1) return `${(seconds * 1000).toPrecision(3)} ms`;
   if (seconds < 100) return `${seconds.toPrecision(3)} s`;
   const [days, hours, minutes] = [Math.floor(seconds / 86400), Math.floor(seconds / 3600) % 24, Math.floor(seconds / 60) % 60];
@@ -41,10 +42,11 @@ export function duration(seconds) {
 export function show(name, value) {
   if (value === null || value === undefined || value === "nan" || value === "inf" || value === "-inf") return value ?? "–";
   if (typeof value === "boolean" || typeof value === "string") return String(value);
+  if (value === 0) return "0";
   if (/_bytes_per_s$/.test(name)) return `${bytes(Math.round(value))}/s`;
   if (/_bytes/.test(name)) return bytes(Math.round(value));
-  if (/(^|_)(mfu|share|accuracy|bubble)($|_)|^rise/.test(name)) return `${(100 * value).toFixed(1)} %`;
   if (/_s($|\.)/.test(name) && !/per_s/.test(name)) return duration(value);
+  if (/(^|_)(mfu|share|accuracy|bubble)($|_)|^rise/.test(name)) return `${(100 * value).toFixed(1)} %`;
   for (const [ending, unit] of [["_w", "W"], ["_c", "°C"], ["_mhz", "MHz"]]) if (name.endsWith(ending)) return `${count(value)} ${unit}`;
   if (/^lr|lr$/.test(name)) return value.toExponential(2);
   return count(value);

@@ -36,7 +36,7 @@ export const specPanel = (run, facts) => (facts.spec ? [el("pre", {}, facts.spec
 
 export async function samplesPanel(run) {
   const samples = await get(`${runPath(run)}/samples`);
-  if (!samples.length) return [empty("This run has written no samples. Runs of reinforcement learning store the answers that they train on.")];
+  if (!samples.length) return [empty("This run has written no samples: list prompts in evaluate.samples. Runs of reinforcement learning store the answers that they train on.")];
   return samples.map((sample) => {
     const { from, prompt, answer, text: written, reward, ...rest } = sample;
     const details = Object.entries(rest).filter(([, value]) => value !== null && String(value).length < 80).map(([key, value]) => `${key} ${text(value)}`).join(" · ");
@@ -49,7 +49,7 @@ export async function checkpointsPanel(run) {
   const rows = await get(`${runPath(run)}/checkpoints`);
   if (!rows.length) return [empty("No checkpoint yet.")];
   return [table(["step#", "name", "size#", "age#", "validation#", "marks", "files"], rows.map((one) => {
-    const verdict = el("span", {});
+    const verdict = el("span", { class: "verdict" });
     const check = exported ? "" : el("button", { onclick: async () => {
       check.disabled = true;
       verdict.textContent = " reading…";
@@ -74,7 +74,7 @@ function heatmap(label, names, x, rows, { bad = [], log = false } = {}) {
   canvas.style.height = `${Math.max(60, Math.min(420, 18 * rows.length))}px`;
   const context = canvas.getContext("2d"), image = context.createImageData(wide, rows.length), span = scale(high) - scale(low);
   rows.forEach((row, j) => row.forEach((value, i) => {
-    const share = value === null ? 0 : span > 0 ? Math.max(0, (scale(value) - scale(low)) / span) : 0.5;
+    const share = value === null ? 0 : span > 0 ? Math.max(0, (scale(value) - scale(low)) / span) : high > 0 ? 0.5 : 0;
     image.data.set([40 + 215 * share, 60 + 90 * share * (1 - share) * 2 + 60 * share, 120 - 80 * share, value === null ? 0 : 255], 4 * (j * wide + i));
   }));
   for (const [j, i] of bad) image.data.set([220, 20, 20, 255], 4 * (j * wide + i));
@@ -85,7 +85,7 @@ function heatmap(label, names, x, rows, { bad = [], log = false } = {}) {
     if (rows[j]) read.textContent = `${names[j]} · ${xText(x[i])} · ${red.has(j * wide + i) ? "not finite" : show(label, rows[j][i])}`;
   });
   const ends = low > high ? "" : `; dark ${show(label, low)}, bright ${show(label, high)}${log ? ", logarithmic" : ""}`;
-  return el("section", { class: "chart wide" }, el("header", {}, el("h3", {}, title(label)), read), canvas, el("p", { class: "note" }, `${names[0]} above, ${names[names.length - 1]} below${ends}${bad.length ? "; red: not finite" : ""}`));
+  return el("section", { class: "chart wide" }, el("header", {}, el("h3", {}, title(label)), read), canvas, el("p", { class: "note" }, `${xText(x[0])} to ${xText(x[x.length - 1])}; ${names[0]} above, ${names[names.length - 1]} below${ends}${bad.length ? "; red: not finite" : ""}`));
 }
 
 const LAYER_TITLES = { grad_norm: "gradient norm", update_ratio: "update ratio", dead: "dead units", saturated: "saturated units", rms: "activation", largest: "largest activation", logit: "largest attention logit", entropy: "attention entropy", weight_norm: "weight norm" };
@@ -117,20 +117,23 @@ function families(names) {
 }
 
 export async function ranksPanel(run, facts) {
-  const { names } = await get(`${runPath(run)}/names`), parts = [];
+  const { names } = await get(`${runPath(run)}/names`), maps = el("div", { class: "charts" }), parts = [];
   for (const [quantity, columns] of Object.entries(families(names.ranks ?? []))) {
     if (/^gpu_(throttle|max_clock_mhz)$/.test(quantity)) continue;
     const answer = await get(`${runPath(run)}/series`, { names: columns.map(([, name]) => name).join("|"), x: state.x, from: state.from, to: state.to, bins: 400 });
     const group = answer.groups.find((one) => one.journal === "ranks");
-    if (group) parts.push(heatmap(quantity, columns.map(([name]) => `rank ${name}`), group.x, columns.map(([, name]) => group.series[name].mean)));
+    const rows = group && columns.map(([, name]) => group.series[name].mean), idle = quantity === "bubble_s" && rows?.flat().every((value) => !value);
+    const map = rows && !idle && heatmap(quantity, columns.map(([name]) => `rank ${name}`), group.x, rows);
+    if (map) maps.append(map);
   }
+  if (maps.children.length) parts.push(maps);
   const last = facts.ranks;
   if (last?.own_s) {
     const order = last.own_s.map((seconds, rank) => ({ seconds, rank })).sort((a, b) => b.seconds - a.seconds);
     const mean = last.own_s.reduce((sum, value) => sum + value, 0) / last.own_s.length;
     parts.push(el("h2", {}, `Ranks at step ${last.step.toLocaleString("en")}, slowest first`), table(["rank#", "own work#", "over the mean#", "waits for data#", "idle between stages#", "memory#"], order.slice(0, 64).map(({ seconds, rank }) => [rank, duration(seconds), mean ? `${(seconds / mean).toFixed(2)} ×` : "–", duration(last.data_wait_s[rank]), duration(last.bubble_s[rank]), bytes(last.memory_bytes[rank])])));
   }
-  return parts.filter(Boolean).length ? parts.filter(Boolean) : [empty("One process trains this run. With several, their pace, memory and waiting are shown here.")];
+  return parts.length ? parts : [empty("One process trains this run. With several, their pace, memory and waiting are shown here.")];
 }
 
 export async function comparePanel(run) {
@@ -138,7 +141,7 @@ export async function comparePanel(run) {
   const runs = [run, ...others()].slice(0, 32), answer = await get("compare", { runs: runs.join("|") }), { rows, results } = answer;
   const picture = parallelCoordinates(answer.runs, rows, results);
   if (!rows.length) return [picture, empty("All settings are equal.")].filter(Boolean);
-  return [picture, el("p", { class: "note" }, `${rows.length} settings differ. Those that begin with "plan:" were decided, the others were asked for.`), table(["setting", ...answer.runs], [...results, ...rows].map((row) => [el("code", {}, row.key), ...row.values.map(text)]))].filter(Boolean);
+  return [picture, el("p", { class: "note" }, `${rows.length} settings differ. Those that begin with "plan:" were decided, the others were asked for.`), table(["setting", ...answer.runs], [...results, ...rows].map((row) => [el("code", {}, row.key), ...row.values.map((value) => (typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(6)).toString() : text(value)))]))].filter(Boolean);
 }
 
 // Buttons that ask the live run. What became of it is an event.

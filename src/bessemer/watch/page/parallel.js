@@ -25,7 +25,9 @@ export function makeAxis({ key, values }) {
 }
 
 export function parallelCoordinates(runs, settings, results) {
-  const asked = settings.filter(({ key }) => !key.startsWith("plan: ") && key !== "name").slice(0, MOST_AXES - results.length), axes = [...asked, ...results].map(makeAxis);
+  // Settings that only some runs have, such as those of a source, are left to the table.
+  const asked = settings.filter(({ key }) => !key.startsWith("plan: ") && key !== "name"), shared = asked.filter(({ values }) => values.every((value) => value !== null && value !== undefined));
+  const axes = [...(shared.length ? shared : asked).slice(0, MOST_AXES - results.length), ...results].map(makeAxis);
   if (runs.length < 2 || axes.length < 2) return null;
   const width = STEP * axes.length, x = (i) => STEP * (i + 0.5), y = (share) => TOP + (1 - share) * (HEIGHT - TOP - BOTTOM), kept = new Map();
   const read = el("span", { class: "read" }), picture = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, class: "parallel", role: "img", "aria-label": `${runs.length} runs over ${axes.map((axis) => axis.key).join(", ")}` });
