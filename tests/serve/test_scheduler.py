@@ -42,7 +42,7 @@ def admitted(scheduler, backend, count=1):
     """End this many running jobs and admit others, as the scheduler's thread does."""
     for _ in range(count):
         if backend.running:
-            scheduler._active.pop(backend.running.pop(0))
+            scheduler._active.remove(backend.running.pop(0))
     scheduler._admit()
     return list(backend.started)
 
@@ -50,10 +50,9 @@ def admitted(scheduler, backend, count=1):
 @pytest.fixture
 def scheduled():
     scheduler, backend = Scheduler(QueueLimits(), ServerMetrics()), Recorder(2)
-    scheduler.set_backend("m", backend)
 
     def queue(client, name, samples=1):
-        scheduler._waiting.setdefault(client, deque()).append(InferenceJob("m", client, name, samples))
+        scheduler._waiting.setdefault(client, deque()).append(InferenceJob("m", backend, client, name, samples))
 
     return scheduler, backend, queue
 
@@ -137,10 +136,9 @@ def test_a_client_that_leaves_frees_its_slot(small):
 def test_a_cancelled_job_is_not_stepped_again(folder):
     model = load_served("tiny", folder, ModelOptions(device="cpu", slots=1))
     scheduler = Scheduler(QueueLimits(), ServerMetrics())
-    scheduler.set_backend("tiny", model.backend)
-    job = InferenceJob("tiny", "a", Request([1, 2], 50, Sampling(), frozenset()))
+    job = InferenceJob("tiny", model.backend, "a", Request([1, 2], 50, Sampling(), frozenset()))
     model.backend.start(job)
-    scheduler._active[job] = model.backend
+    scheduler._active.append(job)
     model.backend.step()
     scheduler.cancel([job])
     scheduler._drop_cancelled()
