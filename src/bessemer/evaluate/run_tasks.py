@@ -21,10 +21,12 @@ from bessemer.evaluate.suite import (
     CODE,
     SUITE,
     data_folder,
+    definition_data,
     expand,
     how_to_get,
     pool,
     run_code_suite,
+    task_data,
     write_definitions,
     yaml_key,
 )
@@ -83,13 +85,21 @@ def open_tasks(settings: TaskSettings) -> TaskList:
 
 
 def registration(settings: TaskSettings) -> dict[str, str]:
-    """A hash for each task, of its files and of how it is asked: what a pre-registered suite must not change."""
+    """A hash for each task, of its files and their data and of how it is asked: what a pre-registered suite must not
+    change."""
     settings_hash = make_hash([settings.limit, settings.shots, settings.chat, settings.seed])
     hashes = {}
     for name in expand(settings.tasks):
         path = Path(os.path.expanduser(name))
-        content = path.read_bytes() if path.is_file() else name.encode()
-        hashes[name] = f"{xxhash.xxh3_128_hexdigest(content)}-{settings_hash}"
+        files = [path] if path.is_file() else []
+        if path.is_file() and path.suffix in DEFINITIONS:
+            files += definition_data(read_text(path))
+        elif name in SUITE:
+            files += task_data(name, data_folder(settings.data))
+        content = xxhash.xxh3_128(b"" if path.is_file() else name.encode())
+        for file in files:
+            content.update(file.read_bytes())
+        hashes[name] = f"{content.hexdigest()}-{settings_hash}"
     return hashes
 
 
