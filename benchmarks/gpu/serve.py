@@ -1,10 +1,13 @@
 """Throughput and latency of `bessemer serve` beside `transformers serve`, on the same GPU and weights, in one command.
 
-    python benchmarks/gpu/serve.py --size 1b --requests 256 --concurrent 64 --lengths 512x256
+    python benchmarks/gpu/serve.py --size 1b --compile --system-seconds 190
 
-Each server runs alone in a process of its own and gets the same greedy load twice: all requests at once, as many as
-`--concurrent`, for throughput; then a Poisson process at `--rate` for latency. The first round warms the server up and
-is not counted. The random weights are written once, as a Hugging Face folder with a tokenizer of words.
+Each server runs alone in processes of its own, for at most `--system-seconds`, and gets the same greedy loads: 4, 16
+and 64 requests at once for throughput, then a Poisson process at `--rate` for latency. A load at once that is expected
+to take longer than the time left (twice the time of the one before) is not sent, and one that does is cut: its numbers
+are those of the requests that completed. Every load is written to the file when it ends.
+The first two requests warm a server up and are not counted. The random weights are written once, as a Hugging Face
+folder with a tokenizer of words.
 """
 
 from __future__ import annotations
@@ -12,13 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,7 @@ from generate import SIZES
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bessemer.bench.serve import WORDS, Load, measure_load, parse_lengths
+from bessemer.errors import UserError
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
@@ -60,40 +68,92 @@ def command(system: str, folder: Path, options: argparse.Namespace) -> list[str]
     return [*program, "serve", str(folder), "--port", "8123", "--continuous-batching", "--dtype", "bfloat16"]
 
 
-def measure(system: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    url = "http://127.0.0.1:8123/v1"
-    process = subprocess.Popen(command(system, folder, options), env={**os.environ, "HF_HUB_OFFLINE": "1"})
+@contextmanager
+def running(system: str, folder: Path, options: argparse.Namespace, end: float) -> Iterator[None]:
+    """The server in a session of its own, ended with all its processes."""
+    program = command(system, folder, options)
+    process = subprocess.Popen(program, env={**os.environ, "HF_HUB_OFFLINE": "1"}, start_new_session=True)
     try:
-        end = time.monotonic() + 600
         while True:
             try:
                 urllib.request.urlopen("http://127.0.0.1:8123/health", timeout=5)
                 break
             except OSError:
                 if process.poll() is not None or time.monotonic() > end:
-                    raise SystemExit(f"{system} did not start: {command(system, folder, options)}") from None
-                time.sleep(1)
-        load = Load(url, str(folder) if system != "bessemer" else None, options.concurrent, 0.0,
-                    parse_lengths(options.lengths), chat=True, ignore_eos=system == "bessemer")  # fmt: skip
-        measure_load(load)
-        burst = measure_load(replace(load, requests=options.concurrent, seed=1))
-        steady = measure_load(replace(load, requests=options.requests, rate=options.rate, seed=2))
-        if error := next((times.error for times in (*burst.times, *steady.times) if times.error), None):
-            raise SystemExit(f"{system}: {error}")
-        return {"at_once": burst.summary(), "poisson": steady.summary()}
+                    raise TimeoutError(f"did not answer /health: {program}") from None
+                time.sleep(0.5)
+        yield
     finally:
-        process.terminate()
-        process.wait(120)
+        for number in (signal.SIGTERM, signal.SIGKILL):  # one that still answers does not stop at the first
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                try:
+                    process.wait(8)
+                except subprocess.TimeoutExpired:
+                    continue
+
+
+def measure(
+    system: str, folder: Path, options: argparse.Namespace, numbers: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """Fill `numbers` with one load after the other, as far as the time allows."""
+    begin = time.monotonic()
+    end = begin + options.system_seconds
+    with running(system, folder, options, end):
+        numbers["start_s"] = time.monotonic() - begin
+        load = Load("http://127.0.0.1:8123/v1", str(folder) if system != "bessemer" else None, 2, 0.0,
+                    parse_lengths(options.lengths), chat=True, ignore_eos=system == "bessemer")  # fmt: skip
+
+        def send(name: str, expected_s: float, **changes: Any) -> float:
+            """The seconds of a load; those that are expected if it was not sent, failed or was cut."""
+            left = end - time.monotonic()
+            if expected_s > left or left < 2:
+                numbers[name] = f"not sent: it may take {expected_s:.0f} s, and {max(0.0, left):.0f} s are left"
+                save()
+                return expected_s
+            report = measure_load(replace(load, seconds=left, **changes))
+            numbers[name] = report.summary()
+            errors = [times.error for times in report.times if times.error and not times.unfinished]
+            numbers[name] |= {"first_error": errors[0]} if errors else {}
+            save()
+            return report.seconds if len(report.completed) == len(report.times) else max(expected_s, report.seconds)
+
+        send("warm_up", 0.0)
+        seconds = 0.0
+        for count in (4, 16, options.concurrent):
+            seconds = send(f"at_once_{count}", 2 * seconds, requests=count, seed=count)
+        send("poisson", 0.0, requests=options.requests, rate=options.rate, seed=2)
+
+
+def compare(systems: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Ratios of the largest load at once, and of the Poisson load, that both servers completed in part."""
+    if not {"bessemer", "transformers"} <= systems.keys():
+        return {}
+    ours, theirs = systems["bessemer"], systems["transformers"]
+
+    def measured(name: str) -> bool:
+        return all(isinstance(side.get(name), dict) and "ttft_s" in side[name] for side in (ours, theirs))
+
+    both = [name for name in ours if name.startswith("at_once_") and measured(name)]
+    ratios: dict[str, Any] = {}
+    if both:
+        name = both[-1]
+        rates = [side[name]["output_tokens_per_s"] for side in (ours, theirs)]
+        ratios |= {"load": name, "tokens_per_s": rates, "times_faster": rates[0] / rates[1]}
+    if measured("poisson"):
+        ratios["ttft_p95_s"] = [side["poisson"]["ttft_s"]["p95"] for side in (ours, theirs)]
+    return ratios
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--systems", nargs="+", default=["bessemer", "transformers"])
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--concurrent", type=int, default=64)
     parser.add_argument("--rate", type=float, default=8.0)
     parser.add_argument("--lengths", default="512x256")
+    parser.add_argument("--system-seconds", type=float, default=190.0)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
@@ -103,14 +163,27 @@ def main() -> None:
         write_model(folder, options.size)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         report: dict[str, Any] = {"date": str(date.today()), "command": sys.argv, "device": device}
-        report |= {"torch": torch.__version__, "commit": options.commit, "systems": {}}
+        report |= {"torch": torch.__version__, "transformers": version("transformers"), "commit": options.commit}
+        report["systems"] = {}
         out = options.out or Path(f"benchmarks/results/{date.today()}-gpu-serve.json")
-        for system in options.systems:
-            numbers = report["systems"][system] = measure(system, folder, options)
+
+        def save() -> None:
+            report["ratios"] = compare(report["systems"])
             out.write_text(json.dumps(report, indent=1) + "\n")
-            rate, ttft_s = numbers["at_once"]["output_tokens_per_s"], numbers["poisson"]["ttft_s"]["p95"]
-            print(f"{system:14} {rate:10,.0f} tokens/s at once, TTFT p95 {ttft_s:.3f} s at {options.rate:g} a second",
-                  flush=True)  # fmt: skip
+
+        for system in options.systems:
+            numbers = report["systems"][system] = {}
+            try:
+                measure(system, folder, options, numbers, save)
+            except (OSError, UserError) as error:
+                numbers["failed"] = str(error)
+            save()
+            for name, row in numbers.items():
+                if isinstance(row, dict):
+                    rate, ttft_s = row["output_tokens_per_s"], row.get("ttft_s", {}).get("p95", float("nan"))
+                    row = f"{rate:10,.0f} tokens/s, TTFT p95 {ttft_s:.3f} s, {row['unfinished']} not ended"
+                print(f"{system:14} {name:12} {row}", flush=True)
+        print(json.dumps(report["ratios"]))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import threading
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from bessemer.bench.serve import (
     Promise,
     RequestTimes,
     ServeReport,
+    measure_load,
     parse_lengths,
     percentile,
     plan_requests,
+    table,
 )
 from bessemer.cli.main import app
 from bessemer.errors import UserError
@@ -62,6 +65,27 @@ def test_lengths():
             parse_lengths(text)
 
 
+def test_a_measurement_that_is_cut_has_the_rates_of_what_completed(monkeypatch):
+    """Two of three requests end; the third goes on until after the end of the measurement."""
+    over = threading.Event()
+
+    def send(target, load, number, start, prompt_tokens, times, answer):
+        if number == 2:
+            times.events_s.append(0.01)
+            over.wait(60)
+        else:
+            times.tokens, times.events_s, times.end_s = 5, [0.1], 0.2
+
+    monkeypatch.setattr("bessemer.bench.serve.send", send)
+    report = measure_load(Load("http://127.0.0.1:9/v1", "m", requests=3, rate=0, seconds=0.3))
+    over.set()
+    summary = report.summary(Promise(ttft_s=1.0))
+    assert summary["requests"] == 3 and summary["failed"] == 0 and summary["unfinished"] == 1
+    assert summary["seconds"] == pytest.approx(0.2) and summary["output_tokens_per_s"] == pytest.approx(50)
+    assert summary["attained"] == pytest.approx(2 / 3) and not summary["passed"]
+    assert "2 answered, 0 failed, 1 not ended, in 0.2 s" in table(summary)[1]
+
+
 def test_against_a_server(tmp_path):
     folder = llama_folder(tmp_path / "tiny")
     with running([load_served("tiny", folder, ModelOptions(device="cpu", slots=4))]) as server:
@@ -87,6 +111,9 @@ def test_against_a_server(tmp_path):
         assert summary["passed"] and summary["failed"] == 0 and summary["ttft_s"]["p50"] > 0
         table = CliRunner().invoke(app, [*command, "--lengths", "600x8"])
         assert table.exit_code == 1 and "6 failed" in table.output and "context" in table.output
+        cut = CliRunner().invoke(app, [*command, "--lengths", "16x400", "--seconds", "0.1", "--json"])
+        summary = json.loads(cut.stdout)
+        assert summary["unfinished"] == 6 and summary["failed"] == 0 and summary["output_tokens_per_s"] == 0
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, UserError) and "is the server running" in str(result.exception)
     assert {"interactive", "batch", "streaming", "edge"} == set(PROMISES)

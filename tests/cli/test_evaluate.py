@@ -71,9 +71,29 @@ def test_the_command_compares_folders(tmp_path: Path) -> None:
         (("runs/x",), "name what to measure"),
         (("runs/x", "--tasks", "none.jsonl"), "none.jsonl"),
         (("runs/x", "--held-out", "--fail-below", "forge"), "write TASK=SCORE"),
+        (("runs/x", "--tasks", "folder.jsonl"), "folder.jsonl: is a folder; pass a .jsonl file of questions"),
+        (("runs/x", "--tasks", "bytes.jsonl"), r"bytes.jsonl: not UTF-8 text \(byte 0\); pass a .jsonl file of quest"),
+        (("runs/x", "--tasks", "empty.jsonl"), "empty.jsonl: has no questions"),
+        (("runs/x", "--tasks", "none.yaml"), "none.yaml: no such file; pass a task definition of lm-eval"),
+        (("runs/x", "--tasks", "broken.yaml"), "broken.yaml: is not YAML .*line 2"),
+        (("runs/x", "--tasks", "empty.yaml"), "empty.yaml: has no `task:`"),
+        (("runs/x", "--tasks", "bytes.yaml"), "bytes.yaml: not UTF-8 text"),
+        (("runs/x", "--tasks", "good.jsonl,other/good.jsonl"), "another task is named 'good', .* rename one"),
+        (("runs/x", "--suite", "physics"), "write standard, medical, code, arc; single tasks go into --tasks"),
+        (("runs/x", "--tasks", "good.jsonl", "--out", "good.jsonl"), "--out good.jsonl: cannot be made"),
         (("compare", "a"), "at least two"),
     ],
 )
-def test_mistakes_come_before_a_model_is_loaded(arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_come_before_a_model_is_loaded(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("folder.jsonl", "other"):
+        Path(folder).mkdir()
+    for name in ("good.jsonl", "other/good.jsonl"):
+        Path(name).write_text('{"prompt": "Q", "answer": "A"}\n')
+    contents = {"empty.jsonl": b"\n\n", "bytes.jsonl": b"\xff\xfe", "broken.yaml": b"a: [b\n", "empty.yaml": b""}
+    for name, content in {**contents, "bytes.yaml": b"\x84"}.items():
+        Path(name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         CliRunner().invoke(app, ["evaluate", *arguments], catch_exceptions=False)

@@ -30,13 +30,13 @@ CHECKPOINT_VERBS = (
     "list", "verify", "diff", "prune", "restore", "tag", "lineage", "import", "average", "pack", "unpack",
 )  # fmt: skip
 LAUNCH_VERBS = ("submit", "status", "logs", "cancel", "queue")
-INSPECT_VERBS = ("lr", "gradients", "landscape", "histograms", "noise", "nan")
+INSPECT_VERBS = ("lr", "gradients", "landscape", "histograms", "noise", "nan", "transfer", "warmup")
 VERBS = (
     "plan run", "plan interview", "plan search", "plan simulate", "plan serve", "plan memory", "plan job", "plan check",
     "train", "runs list", "runs metrics", "replay", "chaos", "generate", "evaluate model", "evaluate compare",
     "export", "compress", "report", "model show", "bench", "watch page", "watch export", "watch forward", "control",
     "bench scaling", "bench optimise", "bench serve", "serve", "new", "demo", "mcp", "assist install", "diagnose",
-    "doctor", "review", "sweep", "plan forecast",
+    "doctor", "review", "sweep", "plan forecast", "plan ramp",
     "spec check", "spec show", "spec schema",
     *(f"data {verb}" for verb in DATA_VERBS), *(f"checkpoints {verb}" for verb in CHECKPOINT_VERBS),
     *(f"inspect {verb}" for verb in INSPECT_VERBS), *(f"launch {verb}" for verb in LAUNCH_VERBS),

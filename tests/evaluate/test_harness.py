@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,28 @@ def test_the_numbers_are_those_of_lm_evals_own_backend(ours: Evaluation, worksho
     found = [choice[0] for row in rows for choice in row["filtered_resps"]]
     np.testing.assert_allclose(likelihoods(ours), found, atol=1e-4)
     assert ours.results[0].prompt == rows[0]["arguments"][0][0]  # the same examples, drawn with the same seed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_numbers_are_those_of_lm_evals_own_command(
+    ours: Evaluation, workshop: Workshop, exported: Path, tmp_path: Path
+) -> None:
+    """`lm_eval` on the exported folder: the same scores, and the same likelihood of each choice."""
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args",
+               f"pretrained={exported},dtype=float32", "--device", "cpu", "--batch_size", "4", "--tasks",
+               ",".join(TEMPLATES), "--include_path", str(workshop.tasks), "--output_path", str(tmp_path),
+               "--log_samples"]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (file,) = tmp_path.rglob("results_*.json")
+    theirs = json.loads(file.read_text())["results"]
+    for each in ours.results:
+        assert each.reported == pytest.approx(theirs[each.task][f"{each.metric},none"], rel=1e-5), each.name
+    (file,) = tmp_path.rglob("samples_local_choice_*.jsonl")
+    rows = sorted((json.loads(line) for line in file.read_text().splitlines()), key=lambda row: int(row["doc_id"]))
+    found = [float(choice[0]) for row in rows for choice in row["filtered_resps"]]
+    np.testing.assert_allclose(likelihoods(ours), found, atol=1e-4)
 
 
 def test_scores_carry_what_repeats_them(ours: Evaluation, tmp_path: Path) -> None:

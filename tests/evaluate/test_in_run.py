@@ -87,6 +87,22 @@ def test_tasks_are_registered_before_training_and_held_to(workshop: Workshop, tm
         train(spec)
 
 
+def test_a_registration_covers_the_data_of_its_tasks(workshop: Workshop, tmp_path: Path) -> None:
+    """Of a definition the files that it names, of a named task those of its folder."""
+    data = write_jsonl(tmp_path / "law.jsonl", [{"prompt": "a", "choices": ["b", "c"], "answer": 0}])
+    task = {"task": "law", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+    (tmp_path / "law.yaml").write_text(json.dumps(task))
+    (tmp_path / "gsm8k").mkdir()
+    gsm8k = write_jsonl(tmp_path / "gsm8k" / "test.jsonl", [{"question": "1 + 1", "answer": "#### 2"}])
+    settings = TaskSettings((str(tmp_path / "law.yaml"), "gsm8k", str(workshop.questions)), data=tmp_path)
+    before = registration(settings)
+    assert registration(settings) == before
+    write_jsonl(data, [{"prompt": "a", "choices": ["b", "c"], "answer": 1}])
+    write_jsonl(gsm8k, [{"question": "1 + 1", "answer": "#### 3"}])
+    changed = [name for name, value in registration(settings).items() if value != before[name]]
+    assert changed == [str(tmp_path / "law.yaml"), "gsm8k"]
+
+
 def test_a_run_without_held_out_data_cannot_score(workshop: Workshop, tmp_path: Path) -> None:
     data = {"sources": {"words": str(workshop.training)}, "context": 128, "validation": 0.0}
     spec = write_spec(tmp_path, workshop.training, evaluate=EVALUATE | {"samples": ["x"]}, data=data)

@@ -3,11 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from bessemer.export.card import card, measure_energy, read_evaluations, write_card
+from bessemer.evaluate.results import Evaluation, TaskResult
+from bessemer.export.card import card, measure_energy, write_card
 from bessemer.plan.cost_model.cost import load_prices
 from bessemer.run.directory import Run
 
@@ -35,16 +37,25 @@ def test_the_card_of_a_run(copy: Path, tmp_path: Path) -> None:
 
 
 def test_evaluations_become_a_table_and_metadata(copy: Path) -> None:
-    folder = copy / "evaluations"
-    folder.mkdir()
-    result = {"metric": "acc", "value": 0.25, "interval": [0.2, 0.3], "n": 100, "shots": 5}
-    (folder / "a.json").write_text(json.dumps({"arc": result, "note": "no result", "bad": {"value": "high"}}))
-    (folder / "b.json").write_text("{not json")
-    assert read_evaluations(copy) == {"arc": result}
+    """What `bessemer evaluate` wrote into the run: of each task its latest checkpoint, with the clean score."""
+
+    def evaluate(checkpoint: str, task: str, right: int, **more: Any) -> None:
+        values = [1.0] * right + [0.0] * (100 - right)
+        ids = [str(number) for number in range(100)]
+        scores = [TaskResult(task, "acc", values, ids, right / 100, 5, "t", "Q", **more)]
+        Evaluation("tiny", scores).write(copy / "evaluations" / checkpoint)
+
+    evaluate("step-00000010.a1", "law", 25, contaminated=[0, 1, 2, 3])
+    evaluate("step-00000005", "law", 90)
+    evaluate("step-00000005", "law", 30, filter="strict")
+    (copy / "evaluations" / "other").mkdir()
+    (copy / "evaluations" / "other" / "results.json").write_text("{not json")
     text = card(copy, "gguf", [])
-    assert "| arc | acc | 0.25 | 0.2 to 0.3 | 100 | 5 |" in text
+    assert "| law | acc | 0.25 | 0.1755 to 0.343 | 100 | 5 | step-00000010.a1 | 0.2188 |" in text
+    assert "| law | acc (strict) | 0.3 | 0.2189 to 0.3958 | 100 | 5 | step-00000005 |  |" in text
     (index,) = header(text)["model-index"]  # type: ignore[misc]
-    assert index["results"][0]["metrics"] == [{"type": "acc", "value": 0.25}]
+    metrics = [metric for row in index["results"] for metric in row["metrics"]]
+    assert sorted(metrics, key=str) == [{"type": "acc (strict)", "value": 0.3}, {"type": "acc", "value": 0.25}]
 
 
 def test_carbon_is_in_grams(copy: Path) -> None:
@@ -52,6 +63,7 @@ def test_carbon_is_in_grams(copy: Path) -> None:
     text = card(copy, "hf", [])
     assert header(text)["co2_eq_emissions"] == {
         "emissions": 800.0, "source": "CodeCarbon", "training_type": "pre-training", "geographical_location": "France",
+        "hardware_used": next(Run(copy).events("started"))["machine"]["name"],
     }  # fmt: skip
     assert "Measured by CodeCarbon: 2 kWh." in text and "800 g CO2" in text
 

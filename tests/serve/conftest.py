@@ -85,7 +85,7 @@ def running(models, limits=None, access=None, watcher=None) -> Iterator[SimpleNa
     from bessemer.serve.server import listen
 
     scheduler = Scheduler(limits or QueueLimits(), ServerMetrics())
-    registry = ModelRegistry(models, scheduler)
+    registry = ModelRegistry(models)
     app = make_app(registry, scheduler, access or Access(), watcher and watcher(registry))
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))

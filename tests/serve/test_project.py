@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from bessemer.cli.main import app
@@ -52,6 +54,40 @@ def test_the_endpoints_own_tests(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path / "shop")]
     result = subprocess.run(command, cwd=tmp_path / "shop", capture_output=True, text=True)
     assert result.returncode == 0 and "3 passed" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_the_container_file_starts_the_endpoint(tmp_path):
+    """What its lines do, without a container: the files that it copies are enough for the command, its requirements are
+    met here, and its health check passes."""
+    new_project("endpoint", tmp_path / "shop")
+    lines = (tmp_path / "shop" / "Dockerfile").read_text().splitlines()
+    image = tmp_path / "image"
+    image.mkdir()
+    for line in lines:
+        if line.startswith("COPY"):
+            *sources, target = line.split()[1:]
+            for source in sources:
+                shutil.copy(tmp_path / "shop" / source, image / target)
+    assert "-r requirements.txt" in next(line for line in lines if line.startswith("RUN pip install"))
+    for line in (image / "requirements.txt").read_text().splitlines():
+        requirement = Requirement(line)
+        assert version(requirement.name) in requirement.specifier, line
+    port = str(free_port())
+    assert lines.index("USER app") < len(lines) - 1 and lines[-1].startswith("CMD")
+    check, start = (
+        json.loads(next(line for line in lines if line.startswith(begin)).removeprefix(begin).replace("8080", port))
+        for begin in ("HEALTHCHECK CMD ", "CMD ")
+    )
+    process = subprocess.Popen([sys.executable, "-m", *start], cwd=image, env={**os.environ, "APP_KEY": "key"})
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health")
+        assert check[0] == "python"
+        assert subprocess.run([sys.executable, *check[1:]], cwd=image).returncode == 0
+    finally:
+        process.terminate()
+        process.wait()
+    assert subprocess.run([sys.executable, *check[1:]], cwd=image, capture_output=True).returncode != 0
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def admitted(scheduler, backend, count=1):
     """End this many running jobs and admit others, as the scheduler's thread does."""
     for _ in range(count):
         if backend.running:
-            scheduler._active.pop(backend.running.pop(0))
+            scheduler._active.remove(backend.running.pop(0))
     scheduler._admit()
     return list(backend.started)
 
@@ -50,10 +50,9 @@ def admitted(scheduler, backend, count=1):
 @pytest.fixture
 def scheduled():
     scheduler, backend = Scheduler(QueueLimits(), ServerMetrics()), Recorder(2)
-    scheduler.set_backend("m", backend)
 
     def queue(client, name, samples=1):
-        scheduler._waiting.setdefault(client, deque()).append(InferenceJob("m", client, name, samples))
+        scheduler._waiting.setdefault(client, deque()).append(InferenceJob("m", backend, client, name, samples))
 
     return scheduler, backend, queue
 
@@ -137,10 +136,9 @@ def test_a_client_that_leaves_frees_its_slot(small):
 def test_a_cancelled_job_is_not_stepped_again(folder):
     model = load_served("tiny", folder, ModelOptions(device="cpu", slots=1))
     scheduler = Scheduler(QueueLimits(), ServerMetrics())
-    scheduler.set_backend("tiny", model.backend)
-    job = InferenceJob("tiny", "a", Request([1, 2], 50, Sampling(), frozenset()))
+    job = InferenceJob("tiny", model.backend, "a", Request([1, 2], 50, Sampling(), frozenset()))
     model.backend.start(job)
-    scheduler._active[job] = model.backend
+    scheduler._active.append(job)
     model.backend.step()
     scheduler.cancel([job])
     scheduler._drop_cancelled()
@@ -158,6 +156,56 @@ def test_a_full_queue_is_refused_and_told_when_to_retry(small):
         "message": "", "type": "rate_limit_error", "param": None, "code": "queue_full"}  # fmt: skip
     for thread in threads:
         thread.join()
+
+
+def test_one_client_cannot_fill_the_queue(folder):
+    """Half of the queue is refused to it, while another key is accepted and gets the next slot."""
+    from bessemer.serve.app import Access
+
+    model, go_on = load_served("tiny", folder, ModelOptions(device="cpu", slots=1)), threading.Event()
+    step, start, statuses, started = model.backend.step, model.backend.start, [], []
+
+    def held_step():
+        if go_on.wait(0.001):
+            step()
+
+    def noted_start(job):
+        started.append(job.client)
+        start(job)
+
+    def ask(key):
+        response = post(server, LONG | {"max_tokens": 2}, headers={"Authorization": f"Bearer {key}"})
+        statuses.append(response.status_code)
+
+    model.backend.step, model.backend.start = held_step, noted_start
+    limits, access = QueueLimits(queue=4, client_queue=2), Access(keys=("greedy", "late"), local_only=False)
+    with running([model], limits, access) as server:
+        threads = []
+        for waiting, key in ((0, "greedy"), (1, "greedy"), (2, "greedy"), (3, "late")):
+            threads.append(threading.Thread(target=ask, args=(key,)))
+            threads[-1].start()
+            wait_until(lambda waiting=waiting: server.scheduler.load() == {"running": 1, "waiting": waiting})
+        ask("greedy")
+        assert statuses.pop() == 429
+        go_on.set()
+        for thread in threads:
+            thread.join()
+    assert statuses == [200] * 4 and started == ["key 0", "key 1", "key 0", "key 0"]
+
+
+def test_an_answer_that_takes_too_long_ends(folder):
+    model = load_served("tiny", folder, ModelOptions(device="cpu", slots=1))
+    model.loaded.__dict__["stop_ids"] = frozenset({999})  # answers never end
+    step = model.backend.step
+
+    def slow_step():
+        time.sleep(0.02)
+        step()
+
+    model.backend.step = slow_step
+    with running([model], QueueLimits(request_s=0.2)) as server:
+        body = post(server, LONG).json()
+    assert body["choices"][0]["finish_reason"] == "length" and 0 < body["usage"]["completion_tokens"] < 400
 
 
 def test_a_job_that_waits_too_long(folder):
@@ -216,7 +264,7 @@ def test_keys_hosts_and_bodies(folder):
         assert httpx.get(f"{server.url}/v1/models").headers.get("access-control-allow-origin") is None
 
 
-def test_mistakes_at_the_start(folder, monkeypatch):
+def test_mistakes_at_the_start(folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="BESSEMER_API_KEYS"):
         serve(ServeOptions(folder, host="0.0.0.0"))
     monkeypatch.setenv("BESSEMER_API_KEYS", "a,,b")
@@ -229,6 +277,13 @@ def test_mistakes_at_the_start(folder, monkeypatch):
         serve(ServeOptions(folder, port=taken.getsockname()[1]))
     with pytest.raises(UserError, match="NAME=FOLDER"):
         serve(ServeOptions(folder, port=0, adapters=["x"]))
+    with pytest.raises(UserError, match="no such folder; give a run"):
+        serve(ServeOptions(tmp_path / "none", port=0))
+    with pytest.raises(UserError, match="not a run"):  # a folder of weights has no newer checkpoints
+        serve(ServeOptions(folder, port=0, watch=True))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UserError, match=r"serve needs llguidance: pip install 'bessemer\[serve\]'"):
+        serve(ServeOptions(folder, port=0))
 
 
 @pytest.mark.slow

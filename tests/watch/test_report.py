@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.watch.conftest import MARKUP
 
 pytest.importorskip("msgspec")
 
 from typer.testing import CliRunner
 
 from bessemer.cli.main import app
+from bessemer.evaluate.results import Evaluation, TaskResult
 from bessemer.plan.cost_model.cost import list_price, load_prices
 from bessemer.run.directory import Run, RunWriter
 from bessemer.watch.report import BINS, RunReport
@@ -40,6 +42,15 @@ def test_cost_and_energy_by_hand(run: Run) -> None:
     assert content["cost"]["usd"] == pytest.approx(3.0 * hours) and content["cost"]["energy_kwh"] is None
     assert content["incidents"] == {"veto": 1} and content["tokens"] == 60 * 128
     json.dumps(content, allow_nan=False)
+
+
+def test_scores_of_evaluations_are_a_table(run: Run) -> None:
+    """As `bessemer evaluate` writes them."""
+    scores = [TaskResult("law", "acc", [1.0, 0.0], ["0", "1"], 0.5, 0, "t", MARKUP)]
+    Evaluation("first", scores).write(run.folder / "evaluations" / "step-00000060.a1")
+    report = RunReport(run)
+    assert [row["value"] for row in report.to_json()["evaluations"]] == [0.5]
+    assert all(f"<td>{text}</td>" in report.html() for text in ("law", "acc", "0.5", "step-00000060.a1"))
 
 
 def test_the_price_of_a_known_gpu_is_the_lowest_on_demand() -> None:

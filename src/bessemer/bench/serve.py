@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import random
 import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -53,6 +54,7 @@ class Load:
     seed: int = 0
     key: str | None = None
     timeout_s: float = 600.0
+    seconds: float | None = None  # the measurement ends then; requests that have not ended are left out of the rates
 
 
 @dataclass
@@ -65,6 +67,7 @@ class RequestTimes:
     events_s: list[float] = field(default_factory=list)  # of each piece of text
     end_s: float = 0.0
     error: str | None = None
+    unfinished: bool = False  # as the measurement ended
 
     @property
     def ttft_s(self) -> float:
@@ -198,7 +201,8 @@ def _read_events(response: http.client.HTTPResponse, start: float, times: Reques
 
 @dataclass(frozen=True)
 class ServeReport:
-    """The measurements of one load. Rates are over the time from the first arrival to the last end."""
+    """The measurements of one load. Rates are over the time from the first arrival to the last end, and of the requests
+    that completed."""
 
     model: str
     load: Load
@@ -217,9 +221,10 @@ class ServeReport:
         return {name: {f"p{q}": percentile(some, q) for q in (50, 95, 99)} for name, some in values.items() if some}
 
     def summary(self, promise: Promise | None = None) -> dict[str, Any]:
-        done = self.completed
+        done, unfinished = self.completed, sum(times.unfinished for times in self.times)
         numbers: dict[str, Any] = {
-            "model": self.model, "requests": len(self.times), "failed": len(self.times) - len(done),
+            "model": self.model, "requests": len(self.times), "failed": len(self.times) - len(done) - unfinished,
+            "unfinished": unfinished,
             "seconds": self.seconds, "requests_per_s": len(done) / self.seconds,
             "output_tokens_per_s": sum(t.tokens for t in done) / self.seconds,
             "prompt_tokens_per_s": sum(t.prompt_tokens for t in done) / self.seconds, **self.percentiles(),
@@ -242,12 +247,15 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def measure_load(load: Load, report: Callable[[str], None] = lambda line: None) -> ServeReport:
-    """Send the load, one thread for each request, and wait for all answers."""
+    """Send the load, one thread for each request, and wait for all answers, or until `load.seconds` are over."""
     target, planned = Target(load), plan_requests(load)
     times = [RequestTimes(arrival) for arrival, _, _ in planned]
     threads = []
     start = time.perf_counter()
+    end = start + load.seconds if load.seconds is not None else math.inf
     for number, (arrival, prompt, answer) in enumerate(planned):
+        if start + arrival > end:
+            break
         time.sleep(max(0.0, start + arrival - time.perf_counter()))
         args = (target, load, number, start + arrival, prompt, times[number], answer)
         threads.append(threading.Thread(target=send, args=args, daemon=True))
@@ -255,16 +263,30 @@ def measure_load(load: Load, report: Callable[[str], None] = lambda line: None) 
         if number % 50 == 49:
             report(f"{number + 1} of {load.requests} requests sent")
     for thread in threads:
-        thread.join()
-    return ServeReport(target.model, load, time.perf_counter() - start, times)
+        thread.join(None if end == math.inf else max(0.0, end - time.perf_counter()))
+    now = time.perf_counter() - start
+    times = [_at_the_end(each, now) for each in times[: len(threads)]]
+    ends = [each.arrival_s + each.end_s for each in times if each.error is None]
+    cut = any(each.unfinished for each in times) and ends
+    return ServeReport(target.model, load, max(ends) if cut else now, times)
+
+
+def _at_the_end(times: RequestTimes, now: float) -> RequestTimes:
+    """A copy of what its thread may still write."""
+    if times.end_s:
+        return times
+    error = f"not ended {now:.0f} s after the first request"
+    return replace(times, events_s=list(times.events_s), end_s=now - times.arrival_s, error=error, unfinished=True)
 
 
 def table(summary: dict[str, Any]) -> list[str]:
     """The report for a terminal."""
+    answered = summary["requests"] - summary["failed"] - summary["unfinished"]
+    cut = f"{summary['unfinished']} not ended, " if summary["unfinished"] else ""
     lines = [
         f"model       {summary['model']}",
-        f"requests    {summary['requests'] - summary['failed']} answered, {summary['failed']} failed, "
-        f"in {summary['seconds']:.1f} s ({summary['requests_per_s']:.2f} a second)",
+        f"requests    {answered} answered, {summary['failed']} failed, {cut}in {summary['seconds']:.1f} s "
+        f"({summary['requests_per_s']:.2f} a second)",
         f"tokens/s    {summary['output_tokens_per_s']:,.0f} new, {summary['prompt_tokens_per_s']:,.0f} of prompts",
         "", "               p50       p95       p99",
     ]  # fmt: skip

@@ -161,6 +161,9 @@ def serve(
         False, "--ignore-eos", help="Answers of full length. vLLM and Bessemer know the option; others may refuse it."
     ),
     seed: int = typer.Option(0, "--seed", help="The same seed sends the same load."),
+    seconds: float | None = typer.Option(
+        None, "--seconds", min=0.1, help="Measure no longer; requests that have not ended are counted and left out."
+    ),
     out: Path | None = typer.Option(None, "--out", help="A file for the numbers and each request's times."),
     as_json: bool = AS_JSON,
 ) -> None:
@@ -180,11 +183,11 @@ def serve(
     if slo is not None and slo not in PROMISES:
         raise UserError(f"--slo {slo}: write one of {', '.join(PROMISES)}")
     key = os.environ.get("OPENAI_API_KEY")
-    load = Load(url, model, requests, rate, parse_lengths(lengths), chat, ignore_eos, seed, key)
+    load = Load(url, model, requests, rate, parse_lengths(lengths), chat, ignore_eos, seed, key, seconds=seconds)
     result = measure_load(load, lambda line: print(line, file=sys.stderr, flush=True))
     summary = result.summary(PROMISES[slo] if slo else None)
     print(json.dumps(summary, indent=1) if as_json else "\n".join(table(summary)))
-    if error := next((times.error for times in result.times if times.error), None):
+    if error := next((times.error for times in result.times if times.error and not times.unfinished), None):
         print(f"first error: {error}", file=sys.stderr)
     if out is not None:
         details = {

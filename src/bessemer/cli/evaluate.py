@@ -71,10 +71,15 @@ def evaluate(
         return measure(model, lengths, kind, trials, seed, checkpoint, device, as_json)
     from bessemer.evaluate.model import evaluate_model, results_folder
     from bessemer.evaluate.run_tasks import TaskSettings, open_tasks
+    from bessemer.evaluate.suite import SUITES
 
     names = tuple(name.strip() for name in f"{tasks},{suite}".split(",") if name.strip())
     if not (names or texts or held_out):
         raise UserError("evaluate: name what to measure: --tasks, --suite, --held-out, --text or --needle")
+    if suite and suite not in SUITES:
+        raise UserError(f"--suite {suite}: write {', '.join(SUITES)}; single tasks go into --tasks")
+    if out is not None and not _can_be_folder(out):
+        raise UserError(f"--out {out}: cannot be made; name a folder that can be written")
     gates = [_gate(text) for text in fail_below]
     settings = TaskSettings(names, limit, shots, chat, data, seed, formats)
     opened = open_tasks(settings)
@@ -112,6 +117,17 @@ def _print(result: Evaluation, path: Path | None, as_json: bool) -> None:
         print(f"registered  {registered}")
     if path:
         print(f"written  {path}")
+
+
+def _can_be_folder(path: Path) -> bool:
+    """Makes the folder: a score of hours must not be lost for a wrong path."""
+    import os
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(path, os.W_OK)
 
 
 def _gate(text: str) -> tuple[str, str | None, float]:

@@ -64,7 +64,7 @@ def _numbers(loss: float, bits: float) -> dict[str, float]:
 
 
 def _texts(path: Path) -> list[str]:
-    content = read_text(path)
+    content = read_text(path, "a text, or a .jsonl file with `text` in each row")
     if path.suffix != ".jsonl":
         return [content]
     texts = []

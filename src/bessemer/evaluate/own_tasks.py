@@ -27,15 +27,15 @@ from bessemer.spec.load import read_text
 KEYS = ("prompt", "choices", "answer", "metric", "max_tokens", "stop", "id", "cluster", "shot")
 FORMATS = {
     "plain": "{prompt}",
-    "question": "TaskQuestion: {prompt}\nAnswer:",
+    "question": "Question: {prompt}\nAnswer:",
     "letters": "Q: {prompt}\nA:",
     "line": "{prompt}\nAnswer:",
     "capitals": "QUESTION: {prompt}\nANSWER:",
     "problem": "Problem: {prompt}\nSolution:",
-    "gap": "TaskQuestion: {prompt}\n\nAnswer:",
-    "brackets": "[TaskQuestion] {prompt}\n[Answer]",
-    "hashes": "### TaskQuestion\n{prompt}\n### Answer\n",
-    "dashes": "TaskQuestion - {prompt}\nAnswer -",
+    "gap": "Question: {prompt}\n\nAnswer:",
+    "brackets": "[Question] {prompt}\n[Answer]",
+    "hashes": "### Question\n{prompt}\n### Answer\n",
+    "dashes": "Question - {prompt}\nAnswer -",
 }
 MAX_TOKENS = 64
 _STOP = ("\n",)
@@ -66,7 +66,7 @@ class TaskQuestion:
 def read_questions(path: Path) -> list[TaskQuestion]:
     """All rows, checked."""
     questions: list[TaskQuestion] = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path, "a .jsonl file of questions").split("\n"), 1):
         if line.strip():
             questions.append(_question(f"{path}:{number}", line, len(questions)))
     if not any(not question.shot for question in questions):

@@ -10,13 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+import yaml
 
 from bessemer.errors import UserError
 from bessemer.evaluate.harness import FEWSHOT_SEED, load_tasks, run_harness, unchanged_random_state
 from bessemer.evaluate.language_model import LanguageModel
 from bessemer.evaluate.own_tasks import TaskQuestion, read_questions, run_questions
 from bessemer.evaluate.results import Evaluation, TaskResult, make_hash
-from bessemer.evaluate.suite import CODE, SUITE, data_folder, expand, pool, run_code_suite, write_definitions, yaml_key
+from bessemer.evaluate.suite import (
+    CODE,
+    SUITE,
+    data_folder,
+    definition_data,
+    expand,
+    how_to_get,
+    pool,
+    run_code_suite,
+    task_data,
+    write_definitions,
+    yaml_key,
+)
+from bessemer.spec.load import read_text
 
 QUESTIONS, DEFINITIONS = (".jsonl",), (".yaml", ".yml")
 
@@ -43,22 +57,24 @@ class TaskList:
     """The names of the tasks, sorted by who runs them. Files are read and checked."""
 
     own: dict[str, list[TaskQuestion]]
-    definitions: list[Path]
+    definitions: dict[str, Path]  # by the name of the task
     suite: list[str]
     built_in: list[str]
 
 
 def open_tasks(settings: TaskSettings) -> TaskList:
     """Reads what can be read before a model is loaded, so that mistakes come first."""
-    task_list = TaskList({}, [], [], [])
+    task_list = TaskList({}, {}, [], [])
     for name in expand(settings.tasks):
         path = Path(os.path.expanduser(name))
-        if path.suffix in QUESTIONS:
-            task_list.own[path.stem] = read_questions(path)
-        elif path.suffix in DEFINITIONS:
-            if not path.is_file():
-                raise UserError(f"--tasks {name}: there is no such file; correct the path")
-            task_list.definitions.append(path)
+        if path.suffix in (*QUESTIONS, *DEFINITIONS):
+            task = path.stem if path.suffix in QUESTIONS else _task_name(path)
+            if task in {**task_list.own, **task_list.definitions}:
+                raise UserError(f"--tasks {name}: another task is named {task!r}, and scores go by name: rename one")
+            if path.suffix in QUESTIONS:
+                task_list.own[task] = read_questions(path)
+            else:
+                task_list.definitions[task] = path
         elif name in SUITE:
             task_list.suite.append(name)
         else:
@@ -69,13 +85,21 @@ def open_tasks(settings: TaskSettings) -> TaskList:
 
 
 def registration(settings: TaskSettings) -> dict[str, str]:
-    """A hash for each task, of its files and of how it is asked: what a pre-registered suite must not change."""
+    """A hash for each task, of its files and their data and of how it is asked: what a pre-registered suite must not
+    change."""
     settings_hash = make_hash([settings.limit, settings.shots, settings.chat, settings.seed])
     hashes = {}
     for name in expand(settings.tasks):
         path = Path(os.path.expanduser(name))
-        content = path.read_bytes() if path.is_file() else name.encode()
-        hashes[name] = f"{xxhash.xxh3_128_hexdigest(content)}-{settings_hash}"
+        files = [path] if path.is_file() else []
+        if path.is_file() and path.suffix in DEFINITIONS:
+            files += definition_data(read_text(path))
+        elif name in SUITE:
+            files += task_data(name, data_folder(settings.data))
+        content = xxhash.xxh3_128(b"" if path.is_file() else name.encode())
+        for file in files:
+            content.update(file.read_bytes())
+        hashes[name] = f"{content.hexdigest()}-{settings_hash}"
     return hashes
 
 
@@ -98,8 +122,8 @@ def _run_tasks(model: LanguageModel, settings: TaskSettings, tasks: TaskList) ->
         groups: dict[str, list[str]] = {}
         if harness := [name for name in tasks.suite if name not in CODE]:
             groups, notes = write_definitions(harness, data_folder(settings.data), Path(scratch))
-        folders = [path.parent for path in tasks.definitions] + [Path(scratch)] * bool(groups)
-        names = [_task_name(path) for path in tasks.definitions] + [task for made in groups.values() for task in made]
+        folders = [path.parent for path in tasks.definitions.values()] + [Path(scratch)] * bool(groups)
+        names = [*tasks.definitions, *(task for made in groups.values() for task in made)]
         if names:
             results += _run_harness(model, settings, names, folders, groups, raw)
     if tasks.built_in:
@@ -108,7 +132,7 @@ def _run_tasks(model: LanguageModel, settings: TaskSettings, tasks: TaskList) ->
         if name in CODE:
             place = data_folder(settings.data) / name
             if not place.is_dir():
-                notes.append(f"{name}: no data: put its rows into {place}")
+                notes.append(f"{name}: no data: {how_to_get(name, place)}")
             else:
                 results.append(run_code_suite(model, name, place, settings.limit, settings.shots))
     if notes and not results:
@@ -142,8 +166,12 @@ def _run_harness(
 
 
 def _task_name(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
-    name = yaml_key(text, "task") or yaml_key(text, "group")
+    text = read_text(path, "a task definition of lm-eval")
+    try:
+        name = yaml_key(text, "task") or yaml_key(text, "group")
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"--tasks {path}: is not YAML ({problem}); correct it") from None
     if name is None:
         raise UserError(f"--tasks {path}: has no `task:`; write an lm-eval task definition")
     return name

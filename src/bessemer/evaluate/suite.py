@@ -155,6 +155,22 @@ def yaml_key(text: str, key: str) -> str | None:
     return None if value is None else str(value)
 
 
+def definition_data(text: str) -> list[Path]:
+    """The local data files that a task definition names."""
+    content = yaml.load(text, _Loader)
+    options = content.get("dataset_kwargs") if isinstance(content, dict) else None
+    files = options.get("data_files") if isinstance(options, dict) else None
+    parts = files.values() if isinstance(files, dict) else [files]
+    names = [name for part in parts for name in (part if isinstance(part, list) else [part])]
+    return [Path(name) for name in names if isinstance(name, str) and Path(name).is_file()]
+
+
+def task_data(name: str, data: Path) -> list[Path]:
+    """The data files of a task of the suite."""
+    place = data / _FOLDERS.get(name, name)
+    return sorted(path for path in place.rglob("*") if path.suffix in FORMATS and path.is_file())
+
+
 def _definition(path: Path, name: str, files: Mapping[str, list[str]]) -> str:
     """A definition that includes the built-in one. Splits without files must not be named."""
     kind = FORMATS[Path(next(iter(files.values()))[0]).suffix]

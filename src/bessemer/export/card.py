@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +64,7 @@ def card(place: Path, kind: str, checks: list[str], region: str | None = None) -
         header["co2_eq_emissions"] = {
             "emissions": round(energy.grams, 3), "source": energy.source,
             "training_type": "fine-tuning" if base else "pre-training", "geographical_location": energy.place,
+            "hardware_used": _hardware(run),
         }  # fmt: skip
     limits = [
         f"- It was trained with a context of {_context(place)} tokens; longer texts were not measured.",
@@ -127,7 +127,7 @@ def _training_lines(run: Run) -> list[str]:
         lines.append(f"- Objective: {spec.objective}; optimizer: {spec.optimizer.name}; seed: {spec.seed}")
     if started:
         versions = started.get("versions", {})
-        lines.append(f"- Hardware: {started.get('machine', {}).get('name', started.get('device'))}")
+        lines.append(f"- Hardware: {_hardware(run)}")
         lines.append("- Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     plan = run.folder / "plan.json"
     if plan.exists():
@@ -141,28 +141,49 @@ def _training_lines(run: Run) -> list[str]:
     return [*lines, "", f"Incidents: {', '.join(incidents) or 'none'}."]
 
 
+def _hardware(run: Run) -> str:
+    started = next(run.events("started"), {}) if run.events_path.exists() else {}
+    return str(started.get("machine", {}).get("name", started.get("device", "unknown")))
+
+
 def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def read_evaluations(place: Path) -> dict[str, dict[str, Any]]:
-    """Results by task from the run's evaluations; the newest file wins, and entries of another form are skipped."""
-    results: dict[str, dict[str, Any]] = {}
-    files = sorted((place / "evaluations").glob("*.json"), key=lambda file: file.stat().st_mtime)
-    for file in files:
+def read_evaluations(place: Path) -> list[dict[str, Any]]:
+    """The scores of the run's evaluations, of each task and metric those of its latest checkpoint."""
+    scores: dict[tuple[str, str], dict[str, Any]] = {}
+    for file in sorted((place / "evaluations").glob("*/results.json")):
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        tasks = content.get("tasks", content) if isinstance(content, dict) else {}
-        for name, result in tasks.items() if isinstance(tasks, dict) else ():
-            value = result.get("value") if isinstance(result, dict) else None
-            if isinstance(value, int | float) and math.isfinite(value):
-                results[str(name)] = result
-    return results
+            rows = json.loads(file.read_text(encoding="utf-8"))["bessemer"]["scores"]
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # of another program
+        for row in rows:
+            kind = row["metric"] + (f" ({row['filter']})" if row["filter"] != "none" else "")
+            interval = [row["low"], row["high"]] if row["low"] is not None else None
+            scores[row["task"], kind] = {
+                "task": row["task"], "metric": kind, "value": row["score"], "interval": interval,
+                "questions": row["questions"], "shots": row["shots"], "checkpoint": file.parent.name,
+                "clean": row.get("clean_score"),
+            }  # fmt: skip
+    return [score for score in scores.values() if isinstance(score["value"], int | float)]
 
 
-def _evaluation_lines(run: Run, results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def score_table(scores: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The scores of `read_evaluations` with a header; what the training data held is left out of `clean`."""
+    rows = [["task", "metric", "value", "95 % interval", "questions", "shots", "checkpoint"]]
+    rows[0] += ["without contaminated"] * any(score["clean"] is not None for score in scores)
+    for score in scores:
+        interval = " to ".join(f"{end:.4g}" for end in score["interval"] or ())
+        row = [score["task"], score["metric"], f"{score['value']:.4g}", interval, f"{score['questions']:,}",
+               str(score["shots"]), score["checkpoint"]]  # fmt: skip
+        if len(rows[0]) > len(row):
+            row.append("" if score["clean"] is None else f"{score['clean']:.4g}")
+        rows.append(row)
+    return rows
+
+
+def _evaluation_lines(run: Run, results: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     validations = list(run.validations()) if run.validation_path.exists() else []
     if validations:
@@ -172,23 +193,17 @@ def _evaluation_lines(run: Run, results: Mapping[str, Mapping[str, Any]]) -> lis
         )
     if not results:
         return [*lines, "No task was evaluated."]
-    lines += ["", "| task | metric | value | 95 % interval | questions | shots |", "|---|---|---|---|---|---|"]
-    for name, result in results.items():
-        interval = result.get("interval")
-        ends = " to ".join(f"{x:.4g}" for x in interval) if isinstance(interval, list) else ""
-        metric, value = result.get("metric", ""), f"{result['value']:.4g}"
-        lines.append(f"| {name} | {metric} | {value} | {ends} | {result.get('n', '')} | {result.get('shots', '')} |")
-    return lines
+    return [*lines, "", *_markdown(score_table(results))]
 
 
-def _model_index(name: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _model_index(name: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = [
         {
             "task": {"type": "text-generation"},
-            "dataset": {"name": task, "type": task},
-            "metrics": [{"type": result.get("metric", "score"), "value": result["value"]}],
+            "dataset": {"name": score["task"], "type": score["task"]},
+            "metrics": [{"type": score["metric"], "value": score["value"]}],
         }
-        for task, result in results.items()
+        for score in results
     ]
     return {"name": name, "results": rows}
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from bessemer.checkpoint.store import CheckpointStore
 from bessemer.errors import UserError
 from bessemer.model.generate import Generator, ModelDrafter, NgramDrafter, Request, Sampling
 from bessemer.model.generate.speculate import Drafter
@@ -23,7 +24,7 @@ from bessemer.run.directory import Run
 from bessemer.serve.encoders import EncoderBackend, read_classes, read_pooling
 from bessemer.serve.errors import ApiError
 from bessemer.serve.grammar import GrammarCompiler
-from bessemer.serve.scheduler import Backend, InferenceJob, SampleProgress, Scheduler
+from bessemer.serve.scheduler import Backend, InferenceJob, SampleProgress
 from bessemer.spec.classify import ClassifySpec
 from bessemer.spec.shape import cache_bytes
 from bessemer.train.trained import LoadedModel, find_checkpoint, find_model, load_model
@@ -100,7 +101,7 @@ def load_served(name: str, folder: Path, options: ModelOptions) -> ServedModel:
     if options.template is not None:
         loaded = LoadedModel(loaded.model, loaded.tokenizer, loaded.format, options.template, loaded.context)
         loaded.chat_prompt([{"role": "user", "content": "x"}])  # it must work with this tokenizer
-    source = f"{folder}@{files.checkpoint.name}" if files.checkpoint else str(folder)
+    source = f"{files.place}@{files.checkpoint.name}" if files.checkpoint else str(folder)
     grammar = GrammarCompiler(loaded.tokenizer, loaded.stop_ids)
     shape, created = loaded.model.shape, int(time.time())
     context = min(options.context or DEFAULT_CONTEXT, loaded.context or 1 << 30)
@@ -170,8 +171,7 @@ def share_equal_tensors(model: torch.nn.Module, base: torch.nn.Module) -> int:
 class ModelRegistry:
     """The served models; a name may get a newer model while requests run."""
 
-    def __init__(self, models: Sequence[ServedModel], scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, models: Sequence[ServedModel]) -> None:
         self.models: dict[str, ServedModel] = {}
         for model in models:
             if model.name in self.models:
@@ -179,8 +179,8 @@ class ModelRegistry:
             self.replace(model)
 
     def replace(self, model: ServedModel) -> None:
+        """Requests that were accepted before are answered by the model before."""
         self.models[model.name] = model
-        self.scheduler.set_backend(model.name, model.backend)
 
     def get(self, name: str | None, task: Task) -> ServedModel:
         """The model of a request; ApiError for an unknown name or the wrong task."""
@@ -199,13 +199,15 @@ class ModelRegistry:
 
 class RunWatcher:
     """Serves the newest checkpoint of a live run: a thread looks for one every few seconds, loads it, and hands it to
-    the registry. Requests that run end on the model that they began with."""
+    the registry. Requests that wait or run end on the model that they were accepted for."""
 
     def __init__(
-        self, run: Path, name: str, options: ModelOptions, registry: ModelRegistry, interval_s: float = 5.0
-    ) -> None:
+        self, run: Path, name: str, options: ModelOptions, registry: ModelRegistry, interval_s: float = 5.0,
+        report: Callable[[str], None] = _log.warning,
+    ) -> None:  # fmt: skip
         self.run, self.name, self.options, self.registry = Run.existing(run), name, options, registry
-        self.interval_s = interval_s
+        self.interval_s, self.report = interval_s, report
+        self.failure = ""  # why the newest checkpoint is not served, reported once
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bessemer-watch", daemon=True)
 
@@ -220,8 +222,11 @@ class RunWatcher:
         while not self._stop.wait(self.interval_s):
             try:
                 self.check()
-            except (UserError, OSError) as error:  # retention may remove it while it is read: the next one follows
-                _log.warning("the newest checkpoint was not loaded: %s", error)
+                self.failure = ""
+            except Exception as error:  # retention may remove it while it is read, or memory is short: tried again
+                if str(error) != self.failure:
+                    self.failure = str(error)
+                    self.report(f"the newest checkpoint was not loaded, the one before stays: {error}")
 
     def check(self) -> bool:
         """Load the newest checkpoint if it is a new one."""
@@ -229,5 +234,15 @@ class RunWatcher:
         if self.registry.models[self.name].checkpoint == newest.name:
             return False
         self.registry.replace(load_served(self.name, newest, self.options))
-        _log.warning("now serving %s", newest.name)
+        self.report(f"now serving {newest.name}")
         return True
+
+
+def wait_for_checkpoint(folder: Path, report: Callable[[str], None], interval_s: float = 2.0) -> None:
+    """Returns when the run has a checkpoint: a run that has just started saves its first one later."""
+    store, waiting = CheckpointStore(Run.existing(folder).checkpoints), False
+    while not store.committed():
+        if not waiting:
+            report(f"waiting  for the first checkpoint of {folder}; Ctrl-C ends")
+        waiting = True
+        time.sleep(interval_s)

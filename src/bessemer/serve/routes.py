@@ -128,7 +128,7 @@ class Endpoints:
                 raise ApiError(400, message, "input")
             if len(ids) > model.context:
                 raise _too_long(len(ids), model, "input")
-        job = InferenceJob(model.name, http.state.client, texts)
+        job = InferenceJob(model.name, model.backend, http.state.client, texts)
         self.scheduler.submit([job])
         await self._finish(http, [job], self.scheduler.updates([job]))
         return texts, job.results
@@ -172,7 +172,7 @@ class Endpoints:
         )  # fmt: skip
         jobs = [
             InferenceJob(
-                model.name, http.state.client, samples=n,
+                model.name, model.backend, http.state.client, samples=n,
                 work=Prompt(
                     prompt, max_tokens, sampling, stop_ids, stops, n, top_logprobs,
                     max_seconds=self.limits.request_s, constraint=constraint,

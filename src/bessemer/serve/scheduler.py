@@ -52,9 +52,11 @@ class SampleProgress(NamedTuple):
 
 @dataclass(eq=False)
 class InferenceJob:
-    """One prompt with its samples, or the texts of one embedding or classification request."""
+    """One prompt with its samples, or the texts of one embedding or classification request. It is computed by the
+    model that it was accepted for, also if the name gets a newer one while it waits."""
 
     model: str
+    backend: Backend
     client: str
     work: Any  # a `Request` for generators, lists of token ids for encoders
     samples: int = 1
@@ -97,9 +99,8 @@ class Scheduler:
 
     def __init__(self, limits: QueueLimits, metrics: ServerMetrics) -> None:
         self.limits, self.metrics = limits, metrics
-        self.backends: dict[str, Backend] = {}
         self._waiting: dict[str, deque[InferenceJob]] = {}  # by client
-        self._active: dict[InferenceJob, Backend] = {}
+        self._active: list[InferenceJob] = []
         self._cancelled: list[InferenceJob] = []
         self._served_at: dict[str, float] = {}  # by client
         self._condition = threading.Condition()
@@ -119,11 +120,6 @@ class Scheduler:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
-
-    def set_backend(self, name: str, backend: Backend) -> None:
-        """Serve a model under this name. Running jobs end on the one before."""
-        with self._condition:
-            self.backends[name] = backend
 
     def load(self) -> dict[str, int]:
         """Waiting jobs and running samples."""
@@ -194,7 +190,7 @@ class Scheduler:
             if self._stopping:
                 return False
             changed = self._drop_cancelled() + self._expire() + self._admit()
-        for backend in set(self._active.values()):
+        for backend in {job.backend for job in self._active}:
             try:
                 backend.step()
             except Exception as error:  # a fault of one model must not end the others
@@ -209,8 +205,9 @@ class Scheduler:
             if job.done:
                 continue
             job.error, job.done = ApiError(499, "the client closed the request", code="cancelled"), True
-            if (backend := self._active.pop(job, None)) is not None:
-                backend.cancel(job)
+            if job in self._active:
+                self._active.remove(job)
+                job.backend.cancel(job)
             elif job in (queue := self._waiting.get(job.client, deque())):
                 queue.remove(job)
                 self._forget_empty(job.client)
@@ -244,43 +241,42 @@ class Scheduler:
         while True:
             candidates = []
             for client, queue in self._waiting.items():
-                first = next((entry for entry in queue if self.backends[entry.model] not in blocked), None)
+                first = next((entry for entry in queue if entry.backend not in blocked), None)
                 if first is not None:
                     candidates.append((running[client], self._served_at.get(client, 0.0), client, first))
             if not candidates:
                 self._served_at = {client: at for client, at in self._served_at.items() if client in running}
                 return refused
             _, _, client, job = min(candidates, key=lambda entry: entry[:2])
-            backend = self.backends[job.model]
-            if job.samples > backend.free():
-                blocked.add(backend)
+            if job.samples > job.backend.free():
+                blocked.add(job.backend)
                 continue
             self._waiting[client].remove(job)
             self._forget_empty(client)
             job.started = self._served_at[client] = time.monotonic()
             try:
-                backend.start(job)
+                job.backend.start(job)
             except UserError as error:
                 job.error, job.done = ApiError(400, str(error)), True
                 refused.append(job)
                 continue
             running[client] += job.samples
-            self._active[job] = backend
+            self._active.append(job)
 
     def _fail(self, backend: Backend, error: ApiError) -> list[InferenceJob]:
-        failed = [job for job, its_backend in self._active.items() if its_backend is backend]
+        failed = [job for job in self._active if job.backend is backend]
         for job in failed:
             job.error, job.done = error, True
             self.metrics.finished(job, "failed")
-            del self._active[job]
+            self._active.remove(job)
         backend.reset()
         return failed
 
     def _publish(self) -> list[InferenceJob]:
         """Take over the progress of jobs that ended, began, or were last read some time ago."""
         changed, now = [], time.monotonic()
-        for job, backend in list(self._active.items()):
-            progress = backend.progress(job)
+        for job in list(self._active):
+            progress = job.backend.progress(job)
             ended = all(sample.reason is not None for sample in progress)
             if progress == job.progress or (now < job.woken + STREAM_INTERVAL_S and not ended):
                 continue
@@ -288,7 +284,7 @@ class Scheduler:
                 job.first_token = now
             job.progress, job.woken = progress, now
             if ended:
-                del self._active[job]
+                self._active.remove(job)
                 self.metrics.finished(job, "completed")
                 job.done = True
             changed.append(job)

@@ -9,12 +9,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from socket import socket
+from typing import TYPE_CHECKING, Any
 
 from bessemer.errors import UserError
 from bessemer.listener import is_loopback, listen, shown_host
-from bessemer.serve.models import ModelOptions, ModelRegistry, RunWatcher, ServedModel, load_adapter, load_served
+from bessemer.serve.models import (
+    ModelOptions,
+    ModelRegistry,
+    RunWatcher,
+    ServedModel,
+    load_adapter,
+    load_served,
+    wait_for_checkpoint,
+)
 from bessemer.serve.scheduler import QueueLimits, Scheduler
+
+if TYPE_CHECKING:
+    from bessemer.serve.app import Access
+    from bessemer.serve.metrics import ServerMetrics
 
 API_KEYS = "BESSEMER_API_KEYS"
 
@@ -39,9 +52,9 @@ class ServeOptions:
 def serve(request: ServeOptions) -> None:
     """Serve until a signal. The first one drains: no new connections, running requests end within `drain_s`."""
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401
 
-        from bessemer.serve.app import Access, make_app, parse_keys
+        from bessemer.serve.app import Access, parse_keys
         from bessemer.serve.metrics import ServerMetrics
 
         keys, metrics = tuple(parse_keys(os.environ.get(API_KEYS, ""))), ServerMetrics()
@@ -53,12 +66,28 @@ def serve(request: ServeOptions) -> None:
         raise UserError(
             f"--host {request.host} opens the model to the network without a key: set {API_KEYS}, or add --anonymous"
         )
-    listener = listen(request.host, request.port)
+    with listen(request.host, request.port) as listener:
+        _run(request, listener, Access(keys, request.origins, local and not keys), metrics)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _run(request: ServeOptions, listener: socket, access: Access, metrics: ServerMetrics) -> None:
+    import uvicorn
+
+    from bessemer.serve.app import make_app
+
+    if request.watch:
+        wait_for_checkpoint(request.model, _say)
     models = load_models(request)
     scheduler = Scheduler(request.limits, metrics)
-    registry = ModelRegistry(models, scheduler)
-    watcher = RunWatcher(request.model, models[0].name, request.options, registry) if request.watch else None
-    app = make_app(registry, scheduler, Access(keys, request.origins, local and not keys), watcher)
+    registry = ModelRegistry(models)
+    watcher = None
+    if request.watch:
+        watcher = RunWatcher(request.model, models[0].name, request.options, registry, report=_say)
+    app = make_app(registry, scheduler, access, watcher)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -75,15 +104,13 @@ def serve(request: ServeOptions) -> None:
     listener.listen(2048)
     for model in models:
         print(f"model    {model.name}  ({model.task}, {model.context:,} tokens)  {model.source}")
-    print(
-        f"serving  http://{shown}:{port}/v1  chat page at http://{shown}:{port}/  Ctrl-C drains and stops", flush=True
-    )
+    _say(f"serving  http://{shown}:{port}/v1  chat page at http://{shown}:{port}/  Ctrl-C drains and stops")
     # The scheduler's thread waits for the device many times a second. By default the event loop then keeps it from the
     # interpreter's lock for 5 ms each time.
     sys.setswitchinterval(2e-4)
     start = time.monotonic()
     server.run(sockets=[listener])
-    print(f"stopped after {time.monotonic() - start:.0f} s", flush=True)
+    _say(f"stopped after {time.monotonic() - start:.0f} s")
 
 
 def load_models(request: ServeOptions) -> list[ServedModel]:

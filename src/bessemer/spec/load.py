@@ -307,18 +307,21 @@ def validate(document: YamlDocument) -> RunSpec:
     return spec
 
 
-def read_text(path: Path) -> str:
-    """The text of a spec file. UserError if it cannot be read."""
+def read_text(path: Path, expected: str = "") -> str:
+    """The text of a spec file, or of another kind of file, which `expected` names ("a .jsonl file of questions").
+    UserError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; pass the YAML file of a run (`bessemer demo` needs none)") from None
+        hint = expected or "the YAML file of a run (`bessemer demo` needs none)"
+        raise UserError(f"{path}: no such file; pass {hint}") from None
     except IsADirectoryError:
         inner = path / "spec.yaml"
-        hint = str(inner) if inner.is_file() else "the YAML file of a spec"
+        hint = expected or (str(inner) if inner.is_file() else "the YAML file of a spec")
         raise UserError(f"{path}: is a folder; pass {hint}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); a spec is YAML") from None
+        hint = f"pass {expected}" if expected else "a spec is YAML"
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); {hint}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"{path}: cannot be read: {reason}") from None

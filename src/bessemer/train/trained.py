@@ -176,6 +176,8 @@ def find_model(folder: str | Path, which: str = "last") -> ModelFiles:
     checkpoint = path if path.parent.name == "checkpoints" else Path(os.path.abspath(path))  # "." may be one
     if checkpoint.parent.name == "checkpoints" and os.path.exists(checkpoint.parent.parent / "events.jsonl"):
         path, which = checkpoint.parent.parent, checkpoint.name
+    if not os.path.exists(path):
+        raise UserError(f"{folder}: no such folder; give a run (`bessemer runs` lists them), a checkpoint or a model's")
     is_run = os.path.exists(path / "events.jsonl")
     adapter = os.path.exists(path / ADAPTER_CONFIG)
     if adapter or (not is_run and os.path.exists(path / "config.json") and not os.path.exists(path / "model.json")):

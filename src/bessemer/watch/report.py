@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bessemer.export.card import TrainingEnergy, measure_energy, read_evaluations
+from bessemer.export.card import TrainingEnergy, measure_energy, read_evaluations, score_table
 from bessemer.observe.figure import LineChart
 from bessemer.observe.page import Block, Code, Details, Items, Section, Table, Text, html_page, markdown
 from bessemer.observe.watched import describe_event
@@ -185,12 +185,8 @@ class RunReport:
             rows += [[name, shown_number(loss)] for name, loss in sources.items()] if len(sources) > 1 else []
             blocks.append(Table(["held-out source", f"loss at step {validation.get('step', 0):,}"], rows))
         if self.results:
-            rows = []
-            for name, result in self.results.items():
-                ends = result.get("interval")
-                interval = " to ".join(f"{end:.4g}" for end in ends) if isinstance(ends, list) else ""
-                rows.append([name, str(result.get("metric", "")), f"{result['value']:.4g}", interval])
-            blocks.append(Table(["task", "metric", "value", "95 % interval"], rows))
+            header, *rows = score_table(self.results)
+            blocks.append(Table(header, rows))
         return blocks or [Text("The run has no held-out data and no evaluated task.")]
 
     def _cost(self, usd_hour: float | None, region: str | None) -> RunCost:
