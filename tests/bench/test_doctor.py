@@ -41,7 +41,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 def test_a_missing_folder_is_refused() -> None:
     result = CliRunner().invoke(app, ["doctor", "no-such-folder"])
-    assert "no-such-folder: is no folder" in str(result.exception)
+    assert "no-such-folder: is not a folder" in str(result.exception)
 
 
 @pytest.mark.parametrize(
