@@ -98,7 +98,7 @@ def test_a_grandchild_and_a_program_of_the_users_own_are_not_tied() -> None:
 def test_processes_that_we_start_are_tied() -> None:
     """Every Popen of a Python program of ours passes `child_environment`; exceptions start no Python of ours. The
     sandbox has an empty environment, and its child asks the kernel to end with its parent. The observers of a run
-    outlive it until everything is delivered, and then end by themselves."""
+    outlive it until everything is delivered, and then end by themselves. The doctor of other nodes starts there."""
     source = Path(__file__).parents[1] / "src" / "bessemer"
     starts = {
         path.relative_to(source).as_posix(): path.read_text().count("child_environment(")
@@ -106,5 +106,6 @@ def test_processes_that_we_start_are_tied() -> None:
         if "sys.executable" in path.read_text() and "subprocess." in path.read_text()
     }
     assert starts.pop("observe/observers.py") == 0
+    assert starts.pop("launch/preflight.py") == 0
     assert starts.pop("sandbox.py") == 0 and "_SET_PDEATHSIG" in (source / "sandbox_child.py").read_text()
     assert starts and all(starts.values()), starts

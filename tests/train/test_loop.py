@@ -17,7 +17,7 @@ from bessemer.plan.schedule import Schedule
 from bessemer.run.directory import RunWriter
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
-from bessemer.spec.schema import BudgetSpec, CheckpointSpec, StopSpec
+from bessemer.spec.schema import BudgetSpec, CheckpointSpec, ObserveSpec, StopSpec
 from bessemer.train import job as job_module
 from bessemer.train.engine import Engine
 from bessemer.train.evaluate import Evaluator
@@ -91,6 +91,7 @@ def make_job(tmp_path, shape, store_of, stream_of):
             data=SimpleNamespace(workers=1),
             guard=GuardSpec(**guard),
             optimizer=OptimizerSpec(),
+            observe=ObserveSpec(),
             checkpoint=CheckpointSpec(),
             budget=BudgetSpec(stop=StopSpec(**(stop or {}))),
         )

@@ -17,6 +17,7 @@ from bessemer.optim.wrappers import SharpnessAware
 from bessemer.plan.schedule import Schedule
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.spec.schema import ObserveSpec
 from bessemer.train.engine import Engine
 from bessemer.train.job import DataFeed, Guard, Job, Recorder
 from bessemer.train.objective import Pretrain
@@ -110,7 +111,8 @@ def job_of(shape, stream, precision="fp32", dtype=torch.float32, **optimizer):
     model = build_model(shape, "cpu", 3).to(dtype)
     made = make_optimizer(model.named_parameters(), OptimizerSpec())
     schedule, spec = Schedule(1e-2, 4, 100), OptimizerSpec(**optimizer)
-    plan, run_spec = SimpleNamespace(precision=precision), SimpleNamespace(guard=GuardSpec(), optimizer=spec)
+    plan = SimpleNamespace(precision=precision)
+    run_spec = SimpleNamespace(guard=GuardSpec(), optimizer=spec, observe=ObserveSpec())
     optimizer = Recording(made.named, made.optimizers, made.path)
     return Job(
         Engine(run_spec, plan, CPU, model, Pretrain(cross_documents=False), optimizer, schedule),

@@ -67,7 +67,7 @@ def message_of(*arguments):
 
 
 def test_a_folder_that_is_no_run(tmp_path):
-    assert "not a run" in message_of(tmp_path / "nothing")
+    assert "no such folder; give a run" in message_of(tmp_path / "nothing")
 
 
 def test_a_run_without_a_checkpoint(run):

@@ -16,6 +16,7 @@ from bessemer.optim.choose import make_optimizer
 from bessemer.optim.guarded import clip_divisor
 from bessemer.spec.guard import GuardSpec
 from bessemer.spec.optimizer import OptimizerSpec
+from bessemer.spec.schema import ObserveSpec
 from bessemer.spec.shape import ModelShape
 from bessemer.train import lowp as scaling
 from bessemer.train.compile import compute_in
@@ -140,7 +141,8 @@ def make_job(asked: str | float | None, guard: GuardSpec | None = None, device: 
     """What the loop needs of a job for one step; None is fp32."""
     guard, model = guard or GuardSpec(), build_model(SHAPE, device, 0)
     events: list[dict[str, Any]] = []
-    spec, plan = SimpleNamespace(guard=guard), SimpleNamespace(precision="fp32" if asked is None else "fp16")
+    spec = SimpleNamespace(guard=guard, observe=ObserveSpec())
+    plan = SimpleNamespace(precision="fp32" if asked is None else "fp16")
     optimizer, nothing = make_optimizer(model.named_parameters(), OptimizerSpec()), None
     stream = SimpleNamespace(step_count=lambda step: 4.0 * 16, locate=lambda batch: [])
     parts: Any = (
