@@ -72,6 +72,7 @@ def test_formulas_of_the_paper() -> None:
         torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_answers_are_learned_and_accumulation_changes_nothing(base: tuple[Path, Path, Path], tmp_path: Path) -> None:
     path, curves = write_answers(base[2], tmp_path / "answers.jsonl"), []
     for micro, steps in ((8, 6), (2, 6), (32, 30)):

@@ -246,6 +246,7 @@ def test_the_best_spec_keeps_its_comments(slow_spec: Path, tmp_path: Path) -> No
         write_best(slow_spec, best, tmp_path / "small.yaml" / "fast.yaml")
 
 
+@pytest.mark.slow
 def test_a_trial_times_as_many_steps_as_fit(slow_spec: Path, tmp_path: Path) -> None:
     spec = timed_spec(load_spec(slow_spec), None, 512, steps=50)
     session = ScalingSession(spec, tmp_path / "scratch", steps=50, seconds=1e-6)

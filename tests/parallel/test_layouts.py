@@ -227,15 +227,13 @@ def test_a_poisoned_row_is_vetoed_by_all_and_named(ranks: Ranks, folder: Path) -
     assert vetoes and all(veto["documents"][0]["file"] == str(poison) for veto in vetoes)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "asked",
-    [
-        {"dp_shard": 2}, pytest.param({"dp_shard": 2, "shard": {"reshard": "always"}}, marks=pytest.mark.slow),
-        pytest.param({"tp": 2}, marks=pytest.mark.slow),
-    ],
+    [{"dp_shard": 2}, {"dp_shard": 2, "shard": {"reshard": "always"}}, {"tp": 2}],
     ids=["shards", "always", "tp"],
-)  # fmt: skip
+)
 def test_passes_without_an_update_leave_no_old_weights_behind(
     ranks: Ranks, tiny_spec: Callable[..., RunSpec], asked: Asked
 ) -> None:
