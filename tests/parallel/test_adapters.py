@@ -20,10 +20,7 @@ SLOW = [
     ("pissa", {"dp_shard": 2}), ("ia3", {"dp_shard": 2}), ("prompt", {"dp_shard": 2}), ("prefix", {"dp_shard": 2}),
     ("qlora", {"dp_shard": 2}), ("qlora", {"dp_shard": 4}), ("qlora", {"dp_replicate": 2, "dp_shard": 2}),
 ]  # fmt: skip
-CASES = [
-    ("lora", {"dp_shard": 2}),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-]
+CASES = [("lora", {"dp_shard": 2}), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize(("kind", "degrees"), CASES, ids=str)
