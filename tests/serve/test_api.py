@@ -330,3 +330,4 @@ def test_a_body_that_is_not_declared_as_json_is_refused_by_name(server):
         answer = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"}', headers=headers)
         message = answer.json()["error"]["message"]
         assert answer.status_code == 400 and told in message and "send Content-Type: application/json" in message
+    assert httpx.post(f"{server.url}/health").status_code == 405  # not for what it was sent with

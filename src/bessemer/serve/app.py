@@ -6,7 +6,7 @@ import base64
 import hashlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -43,6 +43,7 @@ from bessemer.serve.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key
+Paths = Mapping[str, Collection[str]]
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class RequestGuard:
     """Reads the body up to its limit, checks host and key, and counts responses. Works below the routes, so that no
     path is left out."""
 
-    def __init__(self, app: ASGIApp, access: Access, body_bytes: int, metrics: ServerMetrics, paths: set[str]) -> None:
+    def __init__(self, app: ASGIApp, access: Access, body_bytes: int, metrics: ServerMetrics, paths: Paths) -> None:
         self.app, self.access, self.body_bytes, self.metrics = app, access, body_bytes, metrics
-        self.paths = paths  # that metrics are counted by
+        self.paths = paths  # that metrics are counted by, with their methods
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,7 +77,7 @@ class RequestGuard:
         headers = {key.lower(): value for key, value in scope["headers"]}
         try:
             scope.setdefault("state", {})["client"] = self.identify(scope, headers)
-            if scope["method"] == "POST":
+            if scope["method"] == "POST" and "POST" in self.paths.get(scope["path"], ()):  # else 404 or 405 follows
                 check_content_type(headers)
             receive = await self.read_body(headers, receive)
         except ApiError as error:
@@ -164,7 +165,10 @@ def make_app(
     _add_information(app, registry, scheduler)
     _add_endpoints(app, Endpoints(registry, scheduler))
     guard: dict[str, Any] = {"access": access, "body_bytes": scheduler.limits.body_bytes, "metrics": scheduler.metrics}
-    guard["paths"] = {str(getattr(route, "path", "")) for route in app.routes}
+    paths: dict[str, set[str]] = {}
+    for route in app.routes:
+        paths.setdefault(str(getattr(route, "path", "")), set()).update(getattr(route, "methods", None) or ())
+    guard["paths"] = paths
     app.add_middleware(RequestGuard, **guard)
     if access.origins:
         app.add_middleware(

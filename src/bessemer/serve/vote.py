@@ -22,7 +22,7 @@ from bessemer.serve.metrics import ServerMetrics
 from bessemer.serve.server import listen
 
 BODY_BYTES = 10_000
-PATHS = {"/", "/api/row", "/api/vote"}
+PATHS = {"/": {"GET"}, "/api/row": {"GET"}, "/api/vote": {"POST"}}
 
 
 class Vote(BaseModel):

@@ -42,6 +42,8 @@ VALUES: dict[str, Any] = {
     "data.validation": 0.2, "data.packing": "pad", "guard.forget": {"sources": ["words"]}, "parallel.device": "auto",
     "data.clean": ["whitespace"], "data.curriculum.by": "length", "memory.activations": "full",
     "model.mamba": {"heads": 2, "head_dim": 32, "state": 16}, "model.mla": None, "model.local_theta": None,
+    "optimizer.lookahead": {"every": 7},
+    "dpo.alpha": None,  # of a divergence that is not the default
 }  # fmt: skip
 
 
@@ -141,6 +143,7 @@ def check(tiny: Callable[..., RunSpec], base: dict[str, dict[str, Any]], key: st
         named = (note.split(": ")[0] for note in made.notes)
         noted = any(name in (key, key.rpartition(".")[0]) or name.startswith(f"{key}.") for name in named)
         ours = framework in OUR_BATCHES and (key.startswith("data.") or key in THROUGH_THE_SPEC)
+        ours |= framework == "accelerate" and key.startswith("schedule.")  # its rates are those of `run_schedule`
         if not noted and not ours and code(framework, made) == base[framework]:
             silent.append(framework)
     return silent
