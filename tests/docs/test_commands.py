@@ -250,7 +250,9 @@ class TestPython:
         enter(runs)
         spec = Path("run.yaml").read_text().replace('"text": "data/"', '"mine": {"path": "python"}')
         tokenizer = next(Path("runs").glob("*/tokenizer.json"))  # rows from Python train none
-        Path("run.yaml").write_text(spec.replace('"vocab": 300', f'"path": "{tokenizer}"'))
+        Path("run.yaml").write_text(
+            spec.replace('"vocab": 300', f'"path": "{tokenizer}"').replace("{", '{"name": "mine",', 1)
+        )
         run_python("data.md", my_dataset=[f"the anvil {i} and the hammer" for i in range(300)])
 
     @pytest.mark.slow
